@@ -101,6 +101,10 @@ class Members:
             seen.ended = now
 
     @property
+    def count(self) -> int:
+        return len(self._hosts)
+
+    @property
     def all_done(self) -> bool:
         return all(seen.report.end == End.DONE for seen in self._seen)
 
@@ -252,6 +256,10 @@ class Watchdog:
             key = f"{REPORTS}/{self._process}"
             self._client.key_value_set(key, value, allow_overwrite=True)
 
+    def _reports(self) -> dict[int, Report]:
+        found = self._client.key_value_dir_get(f"{REPORTS}/")
+        return {int(key.rpartition("/")[2]): Report(**json.loads(value)) for key, value in found}
+
     def _watch(self) -> None:
         """Report, read the reports and judge them, until all are done or there is a verdict."""
         members = self._members
@@ -259,14 +267,12 @@ class Watchdog:
             verdict = None
             try:
                 self._tell()
-                reports = self._client.key_value_dir_get(f"{REPORTS}/")
+                reports = self._reports()
             except jax.errors.JaxRuntimeError:  # jax aborts on this at the same moment
                 verdict = Verdict(f"{members.name(0)} is gone", (0,))
             else:
                 self._answered = time.monotonic()
-                for key, value in reports:
-                    report = Report(**json.loads(value))
-                    process = int(key.rpartition("/")[2])
+                for process, report in reports.items():
                     members.update(process, report, now=self._answered)
                 verdict = members.verdict(now=self._answered)
             if self._done.is_set():
@@ -300,11 +306,24 @@ class Watchdog:
 
     def _end(self, line: str, status: int) -> None:
         """Say why, and end without jax's farewell. Python's buffers stay: a stuck thread may hold
-        their locks. Process 0 waits until the others have judged: jax aborts them when its store
-        ends.
+        their locks.
         """
         self._last_words.acquire()
         os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
         if self._process == 0:
-            time.sleep(2 * self._timeouts.interval + SETTLE)
+            self._let_others_end()
         os._exit(status)
+
+    def _let_others_end(self) -> None:
+        """jax aborts them when process 0's store ends: wait until all are about to end, for two
+        reports' time at most, and until they have.
+        """
+        until = time.monotonic() + 2 * (self._timeouts.interval - SETTLE)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            while time.monotonic() < until and not self._all_end():
+                time.sleep(TICK)
+        time.sleep(3 * SETTLE)
+
+    def _all_end(self) -> bool:
+        ending = [one for one in self._reports().values() if one.judged or one.end == End.FAILED]
+        return len(ending) == self._members.count

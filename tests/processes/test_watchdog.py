@@ -2,6 +2,7 @@
 names the cause.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,10 @@ import threading
 import time
 import types
 
+import pytest
+
+from ladder_jax.errors import UserError
+from ladder_jax.processes import watchdog
 from ladder_jax.processes.watchdog import GO_ON, REPORTS, End, Report, Watchdog
 from tests.processes.conftest import ends, joined
 
@@ -105,21 +110,48 @@ def test_all_finish_or_stop(started):
     assert said == ["ladder-jax: SIGTERM: step 18 is saved\n"] * 2
 
 
-def test_the_end_of_the_others_is_noticed_at_once():
-    """However rare the signs of life are."""
+class Store(dict):
+    """jax's, in this process."""
 
-    class Store(dict):
-        def key_value_set(self, key, value, *, allow_overwrite):
-            self[key] = value
+    def key_value_set(self, key, value, *, allow_overwrite):
+        self[key] = value
 
-        def key_value_dir_get(self, prefix):
-            return list(self.items())
+    def key_value_dir_get(self, prefix):
+        return list(self.items())
 
+
+RARE = types.SimpleNamespace(lost=600.0, hang=600.0, interval=300.0)
+
+
+@contextlib.contextmanager
+def beside(**report):
+    """Process 0 of two, whose partner soon writes this report; it must end at once, however rare
+    the signs of life are.
+    """
     store = Store()
-    report = json.dumps(dataclasses.asdict(Report(1, end=End.DONE)))
-    other = threading.Timer(0.5, store.update, [{f"{REPORTS}/1": report}])
-    timeouts = types.SimpleNamespace(lost=600.0, hang=600.0, interval=300.0)
+    text = json.dumps(dataclasses.asdict(Report(1, **report)))
+    other = threading.Timer(0.5, store.update, [{f"{REPORTS}/1": text}])
     began = time.monotonic()
-    with Watchdog(store, process=0, hosts=["a", "b"], timeouts=timeouts).watching():
+    with Watchdog(store, process=0, hosts=["a", "b"], timeouts=RARE).watching():
         other.start()
-    assert time.monotonic() - began < timeouts.interval
+        yield
+    assert time.monotonic() - began < RARE.interval
+
+
+def test_the_end_of_the_others_is_noticed_at_once():
+    with beside(end=End.DONE):
+        pass
+
+
+@pytest.mark.parametrize("report", [dict(end=End.FAILED), dict(judged=True)], ids=str)
+def test_a_failure_that_all_know_ends_at_once(report, monkeypatch, capfd):
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(watchdog, "SETTLE", 0.1)
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as ended, beside(**report):
+        raise UserError("train.batch must be positive")
+    assert ended.value.code == 2 and time.monotonic() - began < RARE.interval
+    assert capfd.readouterr().err == "ladder-jax: train.batch must be positive\n"
