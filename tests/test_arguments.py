@@ -361,6 +361,7 @@ def test_names_are_taken_for_enums(tmp_path):
         DEFINITION, params_of(), slots=1, capacity=8, loop="scan", quantize="int8"
     )
     assert len(engine.submit(decode.Request([1], max_new_tokens=2)).result().tokens) == 2
+    assert config.Execution(loop="unrolled").loop is config.Loop.UNROLLED
     of = lambda which: residual.topology("ladder", num_layers=4, ladder_layers=which)
     assert of(2) == of("2") == of([2, 3]) and of((0, 3)) == of("0,3")
     assert checkpoint.Store(str(tmp_path / "a"), config=config.RunConfig()).folder == tmp_path / "a"

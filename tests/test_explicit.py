@@ -318,7 +318,7 @@ def wrong(names, sizes=(2, 4), **axes):
     (wrong(("dp", "tp"), tensor="tpp"), "unknown axis of the mesh 'tpp'; did you mean 'tp'"),
     (wrong(("dp", "tp"), tensor="tp", data="tp"), "axes must name an axis of the mesh once"),
     (lambda: lj.mesh_of(8), "mesh must be of type Mesh, not 8"),
-    (lambda: lj.mesh_of(lj.make_mesh(), axes=("tp",)), "axes must be of type dict, not a tuple"),
+    (lambda: lj.mesh_of(lj.make_mesh(), axes=("tp",)), "axes must be of type Mapping, not a tuple"),
     (lambda: nnx.eval_shape(lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0))), "inside jax.jit and the like needs its"),
     (lambda: model_on(lj.make_mesh())(TOKENS), "set by jax.set_mesh has 8 devices, and this model's 1: make the model"),
     (lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0)), "has the axes .'x',., and a model's are"),

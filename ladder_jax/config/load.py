@@ -18,7 +18,7 @@ TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
 
 
-def load(source: str | pathlib.Path, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
+def load(source: str | pathlib.Path, *, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides
     describe.
 

@@ -355,7 +355,7 @@ class Interleave(enum.Enum):
         return self.value
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Execution(Section):
     """How a forward pass is executed, and the backward pass of it: whatever this says, the function
     is the same.

@@ -17,6 +17,7 @@ from ladder_jax.decode.request import (
     Result,
     TokenSequence,
     check_prompts,
+    whole_numbers,
 )
 from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
@@ -80,6 +81,7 @@ class Generator:
         Raises UserError for a prompt outside the vocabulary, RunFailed where a prompt's logits are
         no numbers.
         """
+        prompts = [whole_numbers("a prompt", prompt) for prompt in prompts]
         check_prompts(prompts, vocab_size=self.definition.config.vocab_size)
         padding = -len(prompts) % self.definition.layout.batch_ranks
         rows = [*prompts, *[prompts[0]] * padding]

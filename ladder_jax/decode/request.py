@@ -157,10 +157,9 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
     """Raises UserError where there is no prompt, an empty one, or a token outside the
     vocabulary.
     """
-    if not len(prompts):
+    if not prompts:
         raise UserError("there is no prompt")
     for prompt in prompts:
-        whole_numbers("a prompt", prompt)
         if not len(prompt):
             raise UserError(
                 "the prompt is empty; generation needs at least one token to start from"

@@ -272,7 +272,7 @@ def use_compilation_cache() -> None:
     ):
         if (folder := files.cache_folder("programs")) is not None:
             jax.config.update("jax_compilation_cache_dir", str(folder))
-            # jax keeps what took a second to compile: of a small model that is nothing.
+            # jax's default is a second, which no program of a small model takes to compile.
             if jax.config.jax_persistent_cache_min_compile_time_secs == 1:
                 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

@@ -137,13 +137,13 @@ def mesh_of(mesh: Mesh | NamedMesh, *, axes: Mapping[str, str] | None = None) ->
         return mesh
     check_type("mesh", mesh, Mesh)
     given = {} if axes is None else axes
-    check_type("axes", given, dict)
+    check_type("axes", given, Mapping)
     for axis, name in given.items():
         if axis not in AXES:
             raise unknown("axis", axis, AXES)
         if name not in mesh.axis_names:
             raise unknown("axis of the mesh", name, mesh.axis_names)
-    names = {axis: axis for axis in AXES if axis in mesh.axis_names} | given
+    names = {axis: axis for axis in AXES if axis in mesh.axis_names} | dict(given)
     if len(set(names.values())) < len(names):
         raise UserError(f"axes must name an axis of the mesh once, not {names}")
     named = names.values()

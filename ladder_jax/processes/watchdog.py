@@ -315,8 +315,8 @@ class Watchdog:
         os._exit(status)
 
     def _let_others_end(self) -> None:
-        """jax aborts them when process 0's store ends: wait until all are about to end, for two
-        reports' time at most, and until they have.
+        """jax aborts them when process 0's store ends. Wait until each has failed or judged, for two
+        reports' time at most; then until they have ended.
         """
         until = time.monotonic() + 2 * (self._timeouts.interval - SETTLE)
         with contextlib.suppress(Exception):  # this process ends, whatever the store does
