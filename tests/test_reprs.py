@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
 
 from ladder_jax import checkpoint, config, decode, nn, parallel, pretrained, residual, schedule
 from ladder_jax.data.store import Store
@@ -172,8 +174,15 @@ def test_a_report_prints_the_commands_table():
         "the last one comes after all compute, so it is always exposed",
     ]
     assert max(map(len, lines)) <= 80
-    assert str(schedule.audit(jax.jit(lambda x: x + 1), jnp.ones(3))) == (
-        "no all-reduces: no sublayer of this program communicates"
+    assert str(schedule.audit(jax.jit(lambda x: x + 1), jnp.ones(3))) == "no all-reduces"
+    gather = jax.shard_map(
+        lambda x: lax.all_to_all(lax.all_gather(x, "x", tiled=True), "x", 0, 0, tiled=True),
+        mesh=jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,)),
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    assert schedule.audit(jax.jit(gather), jnp.ones(16)).verdict == (
+        "no all-reduces; 0 of 2 other collectives hidden"
     )
 
 

@@ -247,7 +247,9 @@ class Report:
     @property
     def _verdict(self) -> str:
         if not self._reduced:
-            return "no all-reduces: no sublayer of this program communicates"
+            count = _count(self.others)
+            others = f"; {self.other_hidden} of {count} other collectives hidden" if count else ""
+            return f"no all-reduces{others}"
         noun = (
             "all-reduces"
             if {r.collective.kind for r in self._reduced} == {"all-reduce"}
