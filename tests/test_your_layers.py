@@ -244,6 +244,76 @@ def test_a_stack_is_the_rule_over_its_modules():
     assert cases.error(nnx.jit(lambda stack, x: stack(x))(stack, X), expected) < LIMIT
 
 
+class Counting(nnx.Module):
+    """A sublayer that changes with each call, as one with dropout or batch statistics does."""
+
+    def __init__(self, *, rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (8, 8)) / 4)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.newest = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        calls = self.calls[...]
+        self.calls.set_value(calls + 1)
+        self.newest.set_value(jax.lax.stop_gradient(x[0, 0, 0]))
+        return jnp.tanh(x @ self.weight) * (1 + calls)
+
+
+class Counts(nnx.Module):
+    def __init__(self, *, rngs):
+        self.attention, self.mlp = Counting(rngs=rngs), Counting(rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(),
+        dict(remat="full"),
+        dict(loop="unrolled", remat="full"),
+        dict(loop="unrolled"),
+        dict(interleave=2),
+    ],
+    ids=str,
+)
+def test_what_sublayers_change_is_changed_in_the_stack(settings):
+    """Also where a backward pass computes them again; of halves, each sublayer runs twice a call."""
+    stack = residual.Stack(Counts, topology=THREE, rngs=nnx.Rngs(0), axes=(), **settings)
+    call = nnx.jit(nnx.value_and_grad(lambda stack: jnp.sin(stack(jnp.asarray(X))).sum()))
+    weights = stack.layers.attention.weight[...], stack.layers.mlp.weight[...]
+    halves = settings.get("interleave", 1)
+
+    def expected(calls):
+        def sublayers(layer, half):
+            return [lambda x, w=w[layer]: jnp.tanh(x @ w) * (1 + halves * calls + half) for w in of]
+
+        def rows(half):
+            x = jnp.split(jnp.asarray(X, jnp.float64), halves)[half]
+            layers = [sublayers(layer, half) for layer in range(3)]
+            return jnp.sin(exactly("ladder", x, layers, of=lambda layer: layer)).sum()
+
+        of = [jnp.asarray(w, jnp.float64) for w in weights]
+        return sum(map(rows, range(halves)))
+
+    for calls in range(2):
+        with jax.enable_x64(True):
+            exact = float(expected(calls))
+        loss, gradients = call(stack)
+        assert cases.error(loss, exact) < X.size * LIMIT
+        assert np.isfinite(gradients.layers.mlp.weight[...]).all()
+    for sublayer in (stack.layers.attention, stack.layers.mlp):
+        assert sublayer.calls[...].tolist() == [2 * halves] * 3
+    first = stack.layers.attention.newest[...]
+    assert first[0] == X[-1 if halves == 2 else 0, 0, 0] and len(set(first.tolist())) == 3
+
+
+def test_a_stack_that_changes_nothing_may_be_closed_over():
+    """By `jax.jit`, where flax allows no change."""
+    topology = dict(topology=THREE, sublayers=lambda layer: (layer.first, layer.second))
+    stack = residual.Stack(Pair, rngs=nnx.Rngs(0), axes=(), **topology)
+    closed = jax.jit(lambda x: stack(x))
+    assert cases.error(closed(X), nnx.jit(lambda stack, x: stack(x))(stack, X)) < LIMIT
+
+
 def test_compile_options_are_those_of_the_tables_traits(monkeypatch):
     """By words, for hardware that is not here: as the library's own programs of that kind are
     compiled.

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 from jax import Array
 
 from ladder_jax.config import Execution, Loop, Remat
@@ -51,6 +51,23 @@ def run(
     Raises UserError for params of another number of layers, for layers of another number of
     sublayers, and for a sublayer that reduces its own output.
     """
+    settings = dict(axes=axes, loop=loop, remat=remat, interleave=interleave)
+    return _run(topology, blocks, x, params=params, **settings)[0]
+
+
+def _run(
+    topology: Topology,
+    blocks: Blocks,
+    x: Array,
+    *,
+    params: Any,
+    axes: Axes,
+    loop: Loop | str,
+    remat: Remat | str,
+    interleave: int,
+    changed: Callable[[], Any] | None = None,
+) -> tuple[Array, Any]:
+    """`run`, and what `changed` returns after each layer's sublayers, stacked."""
     check_type("topology", topology, Topology)
     execution = Execution(loop=loop, remat=remat, interleave=interleave)
     wire = topology.wire(axes)
@@ -91,7 +108,7 @@ def run(
         for step in steps:
             with jax.named_scope("_".join(f"sublayer_{index}" for index in step.sublayers)):
                 state = wire.advance(state, step, sublayers)
-        return state, extra, cache
+        return state, extra, changed and changed()
 
     def outputs(layer, x):
         return [sublayer(pvary(x, axes)) for sublayer in of_layer(layer)]
@@ -99,16 +116,17 @@ def run(
     first = params[0] if own else jax.tree.map(lambda a: a[0], params)
     # one for all, as any of them may be what a scan carries from layer to layer
     dtype = jnp.result_type(*jax.eval_shape(outputs, first, x))
-    state, *_ = run_layers(
+    state, _, of_layers = run_layers(
         body,
         wire.begin(x, steps[0][0]),
         params=params,
+        caches=changed and {},
         steps=steps,
         wire=wire,
         execution=execution,
         dtype=dtype,
     )
-    return wire.flush(state)
+    return wire.flush(state), of_layers
 
 
 class Stack(nnx.Module):
@@ -119,8 +137,10 @@ class Stack(nnx.Module):
         [L, ...].
     sublayers: from one such module to its two sublayers, by default its attributes `attention` and
         `mlp`.
-    axes, loop, remat, interleave: as in `run`. Variables that a sublayer changes while it runs,
-        such as batch statistics, keep their old values.
+    axes, loop, remat, interleave: as in `run`.
+
+    Variables that a sublayer changes while it runs, such as dropout's counts and batch statistics,
+    are changed in `stack.layers`, as in any Flax module.
     """
 
     def __init__(
@@ -150,11 +170,29 @@ class Stack(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """[B, T, D] to [B, T, D]."""
         graph, params = nnx.split(self.layers)
+        module = before = None
 
         def blocks(layer):
-            return self.sublayers(nnx.merge(graph, layer))
+            nonlocal module, before
+            module = nnx.merge(graph, layer)
+            before = _values(module)
+            return self.sublayers(module)
 
-        return run(self.topology, blocks, x, params=params, **self.settings)
+        def changed():
+            """What the sublayers of the newest module have changed."""
+            after = _values(module)
+            return {path: after[path] for path in before if after[path] is not before[path]}
+
+        settings = dict(params=params, changed=changed, **self.settings)
+        stream, updated = _run(self.topology, blocks, x, **settings)
+        if updated:
+            nnx.update(self.layers, traverse_util.unflatten_dict(updated))
+        return stream
+
+
+def _values(module):
+    """Of each of its variables, by its path."""
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
 def on_one_rank(bias: Array, axes: Axes) -> Array:
