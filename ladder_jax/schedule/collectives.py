@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ladder_jax.errors import UserError
 from ladder_jax.schedule.cost import Costs, Flops, attention_kernel_flops
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
@@ -234,8 +235,8 @@ def _chain(piece: Instruction) -> str:
     return re.search(r'chain_id="?(\d+)', piece.attributes)[1]
 
 
-def _never_awaited(start: Instruction) -> ValueError:
-    return ValueError(f"the schedule starts {start.name} and never awaits it")
+def _never_awaited(start: Instruction) -> UserError:
+    return UserError(f"the schedule starts {start.name} and never awaits it")
 
 
 def _calls_target(instruction: Instruction, target: str) -> bool:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from ladder_jax.errors import UserError
 from ladder_jax.schedule import grouped
 from ladder_jax.schedule.grouped import Experts, Grouped
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
@@ -209,7 +210,7 @@ def iterations(loop: Instruction) -> int:
     """Iterations of a `while`: the compiler's `known_trip_count`, or those of a counter in its
     state that begins at a constant, grows by a constant, and must be less than a constant.
 
-    Raises ValueError if the program has neither: a guess would make the report wrong.
+    Raises UserError if the program has neither: a guess would make the report wrong.
     """
     if trip_count_note := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(trip_count_note[1])
@@ -224,7 +225,9 @@ def iterations(loop: Instruction) -> int:
         step = _added(after.operands[int(index)], index) if after.opcode == "tuple" else None
         if start is not None and limit is not None and step:
             return len(range(start, limit, step))
-    raise ValueError(f"cannot tell how often the loop {loop.name} turns")
+    raise UserError(
+        f"the text does not show how often the loop {loop.name} turns: audit its body, as a function of its own"
+    )
 
 
 def _constant(one: Instruction) -> int | None:

@@ -153,15 +153,15 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Raises UserError if `text` is not one HLO module, or has a line that is no instruction;
-    ValueError if it is not scheduled.
+    """Raises UserError if `text` is not one HLO module, whole and scheduled, or has a line that is
+    no instruction.
     """
     if not text.startswith("HloModule"):
         raise UserError(f"not the text of an HLO module: it begins with {text[:40]!r}")
     if "\nHloModule " in text:
         raise UserError("the text of several HLO modules: read one after the other")
     if "is_scheduled=true" not in text[:2000]:
-        raise ValueError(
+        raise UserError(
             "the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()"
         )
     computations = {}
@@ -180,7 +180,7 @@ def parse(text: str) -> Program:
             one = _instruction(line.replace("\n", ""), found, computations)
             found[one.name] = one
     if not any(computation.entry for computation in computations.values()):
-        raise ValueError("the HLO module has no ENTRY computation")
+        raise UserError("the HLO module has no ENTRY computation")
     return Program(computations)
 
 
