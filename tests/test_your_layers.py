@@ -300,6 +300,7 @@ def test_what_sublayers_change_is_changed_in_the_stack(settings):
         loss, gradients = call(stack)
         assert cases.error(loss, exact) < X.size * LIMIT
         assert np.isfinite(gradients.layers.mlp.weight[...]).all()
+    assert repr(stack).startswith("Stack of Counts, 384 parameters")
     for sublayer in (stack.layers.attention, stack.layers.mlp):
         assert sublayer.calls[...].tolist() == [2 * halves] * 3
     first = stack.layers.attention.newest[...]

@@ -164,7 +164,7 @@ class Stack(nnx.Module):
         self.layers = create(rngs)
 
     def __repr__(self) -> str:
-        count = sum(array.size for array in jax.tree.leaves(nnx.state(self.layers)))
+        count = sum(array.size for array in jax.tree.leaves(nnx.state(self.layers, nnx.Param)))
         return f"Stack of {type(self.layers).__name__}, {count:,} parameters\n{self.topology!r}"
 
     def __call__(self, x: Array) -> Array:
