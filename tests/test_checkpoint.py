@@ -137,6 +137,17 @@ def test_orbax_reads_it(saved):
     assert found["layers"]["attention"]["query"].dtype == np.float32
 
 
+@pytest.mark.parametrize("name", ["run[1]", "run?", "run*", "run\\1", "run {a,b} #1%41"])
+def test_a_folder_of_any_name(tmp_path, name):
+    """None is a pattern, which another run's folder matches."""
+    for folder in (tmp_path / "run1", tmp_path / name):
+        saving = Store(folder, config=RunConfig(train=RECIPE))
+        saving.save(1, **SMALL)
+        saving.close()
+        assert saving.failure() is None
+    assert verify(tmp_path / name / "1") == []
+
+
 def test_replicas_share_the_writing_of_large_arrays_alone(tmp_path):
     """Each writes a part that a program cuts; of small ones there is none to compile."""
     everywhere = jax.NamedSharding(make_mesh(data=2), jax.P())
@@ -147,7 +158,7 @@ def test_replicas_share_the_writing_of_large_arrays_alone(tmp_path):
         with compilations.counted() as compiled:
             writes = writing.begin(tmp_path / name, {"a": array})
             writing.await_all(writes, within=60)
-        writing.finish(tmp_path / name, {"a": array.shape})
+        arrays.finish(tmp_path / name, {"a": array.shape})
         like = {"a": jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=everywhere)}
         (found,) = arrays.read(tmp_path / name, like)
         np.testing.assert_array_equal(found, values)

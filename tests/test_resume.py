@@ -274,7 +274,7 @@ def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(store.writing, "finish", fail)
+    monkeypatch.setattr(store.arrays, "finish", fail)
     said = []
     with pytest.raises(RunFailed, match="the checkpoint of step 45 could not be written: no room"):
         run(book, tmp_path / "run", said=said)

@@ -212,7 +212,12 @@ def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.
 
 
 def finish(folder: AnyPath, shapes: Shapes) -> None:
-    """Makes one database of all processes'. Called on one process, after all have written."""
+    """Makes one database of all processes'. Called on one process, after all have written; again
+    after an error, as the processes' databases stay, and one transaction merges them. Orbax's own
+    merge takes a folder's name such as `run[1]` for a pattern.
+
+    Raises ValueError where an array is missing.
+    """
     context = tensorstore.Context()
     transaction = tensorstore.Transaction(atomic=True)
     merged = tensorstore.KvStore.open(_written(folder), context=context).result()
@@ -221,6 +226,8 @@ def finish(folder: AnyPath, shapes: Shapes) -> None:
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_sync()
     (folder / METADATA).write_text(described(shapes))
+    if missing := shapes.keys() - stored(folder).keys():
+        raise ValueError(f"{min(missing)} is missing")
 
 
 def _part(folder: AnyPath, process: int) -> Spec:

@@ -174,7 +174,7 @@ class Store:
     def _publish(self, step: int, shapes: Mapping[str, arrays.Shapes], texts: Texts) -> None:
         folder = self.folder / str(step)
         for item, of_item in shapes.items():
-            writing.finish(folder / item, of_item)
+            arrays.finish(folder / item, of_item)
         for item, value in texts.items():
             (folder / item).mkdir(exist_ok=True)
             (folder / item / "metadata").write_text(json.dumps(value))

@@ -21,7 +21,6 @@ import orbax.checkpoint as ocp
 from etils import epath  # the paths that Orbax's handlers take
 
 from ladder_jax.checkpoint import arrays
-from ladder_jax.checkpoint.arrays import Shapes
 from ladder_jax.files import AnyPath, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import STACKS
@@ -64,20 +63,6 @@ def await_all(writes: Sequence[Write], *, within: float) -> None:
                 break
     if errors:
         raise errors[0]
-
-
-def finish(folder: AnyPath, shapes: Shapes) -> None:
-    """Makes one database of all processes'. Called on one process, after all have written; again
-    after an error, as the processes' databases stay, and one transaction merges them.
-
-    Raises ValueError where an array is missing.
-    """
-    if is_remote(folder):
-        arrays.finish(folder, shapes)
-    else:
-        _handler().finalize(epath.Path(folder))
-    if missing := shapes.keys() - arrays.stored(folder).keys():
-        raise ValueError(f"{min(missing)} is missing")
 
 
 def give_back_memory() -> None:
