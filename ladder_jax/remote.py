@@ -8,6 +8,7 @@ no folders, locks or renames of folders: what needs those has another form there
 
 import contextlib
 import functools
+import glob
 import os
 import time
 from collections.abc import Callable
@@ -32,12 +33,14 @@ _S3_SETTINGS = {
 
 
 def path(text: str) -> "epath.Path":
-    """A remote path. Raises UserError for another scheme, and if the scheme's library is not
-    installed.
+    """A remote path. Raises UserError for another scheme, for a pattern, and if the scheme's
+    library is not installed.
     """
     scheme = text.partition("://")[0]
     if scheme not in LIBRARIES:
         raise unknown(f"scheme in {text!r}:", scheme, LIBRARIES)
+    if glob.has_magic(text):  # fsspec would remove what it matches: of run[1] the folder run1
+        raise UserError(f"{text!r}: a folder in an object store must have no *, ? or [ in its name")
     from etils import epath
 
     opened = epath.Path(text)

@@ -343,6 +343,8 @@ def test_where_nothing_is(away, read, what):
     "more, line",
     [
         (["run.dir=http://b/x"], "unknown scheme in 'http://b/x': 'http' (allowed: gs, s3)"),
+        # where it was removed by its name, fsspec would have removed run1
+        (["run.dir=gs://bucket/run[1]"], "'gs://bucket/run[1]': a folder in an object store must"),
         (
             ["run.dir=s3://another/x"],
             "'s3://another/x': there is no bucket 'another', or these credentials may not",
