@@ -214,6 +214,7 @@ def test_a_conversion_without_ladder_layers():
     "content, message",
     [
         ("model: [", "is not YAML"),
+        ("train: {steps: 5}\nmodel: {}\ntrain: {batch: 8}", "'train' stands twice in one section"),
         ("- 1", "must hold sections"),
         ("\x00", "is not YAML"),
         (None, "cannot read"),

@@ -137,8 +137,17 @@ def parse_yaml(text: str, *, what: str) -> typing.Any:
     """The value of a YAML text. Raises UserError "`what` is not YAML: ..."."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor):
+            node = super().compose_mapping_node(anchor)
+            names = [name.value for name, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:  # PyYAML's own takes the last
+                    raise ValueError(f"{name!r} stands twice in one section")
+            return node
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except Exception as error:  # PyYAML raises errors of many kinds for dates, numbers and tags
         raise UserError(
             f"{what} is not YAML: {' '.join(str(error).split())[:300] or type(error).__name__}"
