@@ -49,8 +49,10 @@ def test_overrides_and_files(tmp_path):
     assert loaded.model.rope_scaling == config.RopeScaling(factor=4.0)
     assert loaded.train.learning_rate == 3e-4 and loaded.run.name == "x"
     as_json = tmp_path / "mine.json"
-    as_json.write_text(json.dumps(config.to_dict(loaded)))
-    assert config.load(str(as_json)) == loaded
+    for name, indent in (("x", None), ("x", 2), ("\N{ROCKET}", "\t")):
+        named = dataclasses.replace(loaded, run=config.FolderConfig(name=name))
+        as_json.write_text(json.dumps(config.to_dict(named), indent=indent))
+        assert config.load(str(as_json)) == named
 
 
 @pytest.mark.parametrize(
@@ -214,6 +216,7 @@ def test_a_conversion_without_ladder_layers():
     "content, message",
     [
         ("model: [", "is not YAML"),
+        ('{"model": {}, "model": {}}', "'model' stands twice in one section"),
         ("train: {steps: 5}\nmodel: {}\ntrain: {batch: 8}", "'train' stands twice in one section"),
         ("- 1", "must hold sections"),
         ("\x00", "is not YAML"),

@@ -2,9 +2,11 @@
 JSON.
 """
 
+import contextlib
 import dataclasses
 import enum
 import importlib
+import json
 import os
 import pathlib
 import typing
@@ -105,14 +107,24 @@ def _with_model_of_start(tree: dict[str, typing.Any]) -> dict[str, typing.Any]:
 
 
 def read_yaml(path: typing.Any, *, what: str) -> typing.Any:
-    """The value of a YAML file; every JSON file is YAML too."""
+    """The value of a YAML or JSON file. PyYAML reads no JSON with tabs, or with escaped emojis."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {what} {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{what} {str(path)!r} is not UTF-8 text") from None
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text, object_pairs_hook=_section)
     return parse_yaml(text, what=f"{what} {str(path)!r}")
+
+
+def _section(pairs: list[tuple[str, typing.Any]]) -> dict[str, typing.Any]:
+    """Raises ValueError where a name stands twice: as YAML it has a message."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        raise ValueError
+    return tree
 
 
 def _set(tree: dict, override: str) -> None:
