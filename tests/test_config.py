@@ -64,7 +64,17 @@ def test_ladder_layers_as_a_user_writes_them(given, which):
     )
 
 
+@pytest.mark.parametrize(
+    "given, name",
+    [("a #1", "a #1"), ("a", "a"), ("a ", "a"), ("'a #1'", "a #1"), ('"a" # b', "a"), ("#1", "#1"), ("''", "")],
+)
+def test_names_as_a_user_writes_them(given, name):
+    """Two runs, `a #1` and `a #2`, are not both in the folder `a`."""
+    assert config.load("tiny", overrides=[f"run.dir={given}"]).run.dir == name
+
+
 MISTAKES = [
+    ("train.interleave=true", "unknown value for train.interleave: 'True' (allowed: 1, 2, auto)"),
     ("model.num_layer=4", "unknown setting 'model.num_layer'; did you mean 'model.num_layers'?"),
     ("model.num_layers=four", 'model.num_layers must be of type int, not "four"'),
     ("model.num_layers=true", "model.num_layers must be of type int, not true"),

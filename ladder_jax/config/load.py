@@ -128,6 +128,7 @@ def _section(pairs: list[tuple[str, typing.Any]]) -> dict[str, typing.Any]:
 
 
 def _set(tree: dict, override: str) -> None:
+    check_type("an override", override, str)
     dotted, equals, text = override.partition("=")
     if not equals or not all(dotted.split(".")):
         raise UserError(f"override {override!r} is not of the form path.to.field=value")
@@ -140,9 +141,12 @@ def _set(tree: dict, override: str) -> None:
             raise UserError(f"override {override!r}: {section!r} is a single value")
         tree = below
     try:
-        tree[field] = parse_yaml(text, what=override)
+        value = parse_yaml(text, what=override)
     except UserError:
-        tree[field] = text
+        value = text
+    # in an override nothing is a comment: YAML reads run.dir='exp #1' as "exp"
+    is_cut = isinstance(value, str) and value and text.startswith(value)
+    tree[field] = text.strip() if is_cut or text.startswith("#") else value
 
 
 def parse_yaml(text: str, *, what: str) -> typing.Any:
