@@ -66,7 +66,15 @@ def test_ladder_layers_as_a_user_writes_them(given, which):
 
 @pytest.mark.parametrize(
     "given, name",
-    [("a #1", "a #1"), ("a", "a"), ("a ", "a"), ("'a #1'", "a #1"), ('"a" # b', "a"), ("#1", "#1"), ("''", "")],
+    [
+        ("a #1", "a #1"),
+        ("a", "a"),
+        ("a ", "a"),
+        ("'a #1'", "a #1"),
+        ('"a" # b', "a"),
+        ("#1", "#1"),
+        ("''", ""),
+    ],
 )
 def test_names_as_a_user_writes_them(given, name):
     """Two runs, `a #1` and `a #2`, are not both in the folder `a`."""

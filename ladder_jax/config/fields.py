@@ -175,7 +175,11 @@ def member[E: enum.Enum](kind: type[E], what: str, word: object) -> E:
     UserError.
     """
     try:
-        return kind(word)
+        found = kind(word)
+        # true is 1 for an enum
+        if isinstance(word, bool) and not isinstance(found.value, bool):
+            raise ValueError
+        return found
     except ValueError:
         # YAML reads a bare `none` as text but `null` and an empty value as nothing.
         allowed = [_json(option.value).strip('"') for option in kind]
