@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import types
@@ -132,6 +133,17 @@ def test_a_mistake_of_a_process(run_cli, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [("JAX_PLATFORMS", "gpux"), ("JAX_NUM_CPU_DEVICES", "four"), ("JAX_ENABLE_X64", "x")],
+)
+def test_a_variable_of_jax_that_is_wrong(run_cli, tmp_path, name, value):
+    done = run_cli("train", "tiny", cwd=tmp_path, check_status=2, **{name: value})
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ladder-jax: the environment's JAX_ variables: ") and value in line
+    assert os.listdir(tmp_path) == []
+
+
 def test_more_than_the_memory_holds(mistake, trained):
     line = mistake("generate", trained, "--prompt", "x", "--max-new-tokens", 2_000_000_000)
     assert "a cache of 1 x 2,000,000,001 tokens needs " in line
@@ -151,6 +163,12 @@ def test_standard_output_on_a_full_disk():
             timeout=300,
         )
     assert (done.returncode, done.stderr) == (1, "ladder-jax: No space left on device\n")
+
+
+def test_standard_output_that_is_closed():
+    command = shlex.join([sys.executable, "-m", "ladder_jax", *PREDICT])
+    done = subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_that_leaves():

@@ -7,15 +7,18 @@ import atexit
 import errno
 import gc
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from ladder_jax.cli.verbs import VERBS, count
-from ladder_jax.errors import RunFailed, UserError, one_line, unknown
+from ladder_jax.errors import RunFailed, UserError, error_text, one_line, unknown
 
 # errors of the disk, not of the program
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+# jax's errors of variables such as JAX_PLATFORMS and JAX_NUM_CPU_DEVICES
+ENVIRONMENT = r"Unable to initialize backend|Invalid value .* for JAX flag|invalid truth value"
 # Many simulated devices on few cores take long to reach a collective.
 SIMULATION_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
@@ -32,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(argv)
         prepare_devices(args.cpu_devices)
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed: a run's own file may not get its number
+                setattr(sys, name, open(os.devnull, "w"))
         if hasattr(sys.stdout, "reconfigure"):
             # a character that the terminal cannot show becomes "?"
             sys.stdout.reconfigure(errors="replace")
@@ -43,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _ended(str(error), status=error.status)
     except KeyboardInterrupt:
         return _ended("interrupted", status=130)
+    except (RuntimeError, ValueError) as error:
+        if not re.match(ENVIRONMENT, str(error)):
+            raise
+        return _ended(f"the environment's JAX_ variables: {error_text(error)}", status=2)
     except BrokenPipeError:  # `ladder-jax generate ... | head`
         _give_up_output()
         return 0
