@@ -385,6 +385,7 @@ def test_what_is_kept():
         ("lats=3", "did you mean 'last'"),
         ("last=0", "at least 1"),
         ("best=x", "whole number"),
+        ("best=" + "9" * 5000, "whole number"),
     ):
         with pytest.raises(UserError, match=message):
             store.parse_keep(words)

@@ -99,6 +99,7 @@ MISTAKES = {
     "train tiny train.keep_best=1 train.evaluate_every=0": "must be a multiple of train.evaluate_every=0",
     "train tiny train.on_bad_step=skp": "did you mean 'skip'?",
     "train tiny --profile 5:2": "--profile 5:2: not FIRST:LAST",
+    f"train tiny --profile {'9' * 5000}": "--profile 9999",
     "train tiny --profile 999": "step 999 is past train.steps=300",
     "train tiny run.wandb=project": "pip install 'ladder-jax[wandb]'",
     "train tiny train.collective_matmul=compiler train.sequence_parallel=true": "'compiler' (allowed: none, ring)",

@@ -30,7 +30,7 @@ from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps,
 from ladder_jax.checkpoint.writing import Write
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.config.fields import check_type
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError, natural, unknown
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import TIMEOUT, Agreement, first_of
@@ -224,11 +224,11 @@ def parse_keep(words: str) -> Keep:
         if name not in names:
             raise unknown("rule of --prune", name, names)
         least = 1 if name == "last" else 0
-        if not value.isdecimal() or int(value) < least:
+        values[name] = natural(value)
+        if values[name] < least:
             raise UserError(
                 f"--prune {name}={value}: {name} must be a whole number, at least {least}"
             )
-        values[name] = int(value)
     return Keep(**values)
 
 

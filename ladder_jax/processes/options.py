@@ -5,7 +5,7 @@ import glob
 import importlib.util
 from collections.abc import Mapping
 
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, natural
 
 CHIPS = "a TPU"  # only its metadata server knows of how many hosts
 LONGEST = 1e9  # seconds, 31 years: jax's time-outs are integers
@@ -116,10 +116,7 @@ def suspected(environ: Environ) -> str | None:
     alone.
     """
 
-    def several(name: str) -> bool:
-        count = environ.get(name, "")
-        return count.isdigit() and int(count) > 1
-
+    several = lambda name: natural(environ.get(name, "")) > 1
     if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ and several("SLURM_NTASKS"):
         return "SLURM"
     if several("OMPI_COMM_WORLD_SIZE"):
@@ -159,9 +156,10 @@ def _whole(given: dict[str, str], name: str, *, least: int) -> int | None:
     text = given.get(name)
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < least:
+    number = natural(text)
+    if number < least:
         raise UserError(f"--{name} must be a whole number, at least {least}, not {text!r}")
-    return int(text)
+    return number
 
 
 def _seconds(name: str, text: str) -> float:
@@ -179,5 +177,5 @@ def _check_coordinator(address: str | None) -> None:
         return
     host, _, port = address.rpartition(":")
     is_bare = ":" in host and not host.startswith("[")  # an IPv6 address, whose end may be the port
-    if is_bare or not host or not port.isdigit() or not 0 < int(port) < 2**16:
+    if is_bare or not host or not 0 < natural(port) < 2**16:
         raise UserError(f"--coordinator {address!r} must be HOST:PORT, such as gpu-0:8476")

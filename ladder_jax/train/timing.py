@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from ladder_jax.config import RunConfig
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, natural
 from ladder_jax.hardware import PEAKS
 from ladder_jax.nn import ModelDef, attention_flops, matrix_elements
 
@@ -214,10 +214,10 @@ def parse_profile(words: str) -> range:
     first, colon, last = words.partition(":")
     if not colon:
         last = first
-    decimal = first.isdecimal() and last.isdecimal()
-    if not decimal or not 1 <= int(first) <= int(last):
+    steps = range(natural(first), natural(last) + 1)
+    if not steps or steps[0] < 1:
         raise UserError(f"--profile {words}: not FIRST:LAST with 1 <= FIRST <= LAST, such as 10:13")
-    return range(int(first), int(last) + 1)
+    return steps
 
 
 class Profiler:

@@ -75,6 +75,8 @@ def test_cluster_fills_in(environ, cluster):
         ({"processes": "0"}, "--processes must be a whole number, at least 1, not '0'"),
         ({"processes": "four"}, "--processes must be a whole number, at least 1, not 'four'"),
         ({"coordinator": "gpu-0"}, "--coordinator 'gpu-0' must be HOST:PORT, such as gpu-0:8476"),
+        ({"coordinator": "gpu-0:²"}, "--coordinator 'gpu-0:²' must be HOST:PORT"),
+        ({"processes": "9" * 5000}, "--processes must be a whole number, at least 1, not '999"),
         ({"coordinator": ":8476"}, "must be HOST:PORT"),
         ({"coordinator": "::1:8476"}, "must be HOST:PORT"),
         ({"coordinator": None}, "no cluster is recognised here: --coordinator must be given too"),
