@@ -182,11 +182,10 @@ def cache_folder(name: str) -> pathlib.Path | None:
 
     None if it cannot be written to.
     """
-    configured = os.environ.get("LADDER_JAX_CACHE")
+    users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    ours = os.environ.get("LADDER_JAX_CACHE") or f"{users}/ladder_jax"
     try:
-        user_cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-        ours = pathlib.Path(configured) if configured else user_cache.expanduser() / "ladder_jax"
-        folder = ours / name
+        folder = pathlib.Path(ours).expanduser() / name
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # RuntimeError: the user has no home folder
         return None

@@ -118,6 +118,18 @@ def test_no_cache(why, tmp_path, monkeypatch):
     assert not folder.exists()
 
 
+def test_the_cache_of_a_users_home(tmp_path, monkeypatch):
+    """A tilde that no shell has replaced, as in a Dockerfile's ENV."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LADDER_JAX_CACHE", "~/kept")
+    assert files.cache_folder("x") == tmp_path / "home" / "kept" / "x"
+    monkeypatch.delenv("LADDER_JAX_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert files.cache_folder("x") == tmp_path / "home" / ".cache" / "ladder_jax" / "x"
+    assert os.listdir(tmp_path) == ["home"]
+
+
 def test_overlap_without_a_cache(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "file"))
