@@ -102,6 +102,9 @@ MISTAKES = [
     ("mesh.data=3", "train.batch=16 is not divisible by the mesh's data x fsdp = 3"),
     ("mesh.fsdp=3", "model.d_model=128 is not divisible by mesh.fsdp=3"),
     ("train.accumulate=3", "train.accumulate=3 does not divide a device's 16 rows"),
+    # by which Adam's correction of its moments would divide by 0: all weights were nan
+    ("train.beta1=1", "train.beta1 must be between 0 and 0.9999999, not 1"),
+    ("train.beta2=0.99999999", "train.beta2 must be between 0 and 0.9999999, not 0.99999999"),
     ("train.z_loss=-1", "train.z_loss must not be negative"),
     ("model.residual=lader", "unknown residual 'lader'; did you mean 'ladder'?"),
     ("model.preset=tinny", "unknown preset 'tinny'; did you mean 'tiny'?"),

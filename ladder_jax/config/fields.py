@@ -19,6 +19,10 @@ type Positive = typing.Annotated[float, POSITIVE]
 type CountOrZero = typing.Annotated[int, NOT_NEGATIVE]
 type PositiveOrZero = typing.Annotated[float, NOT_NEGATIVE]
 type Share = typing.Annotated[float, (lambda value: 0 <= value <= 1, "be between 0 and 1")]
+# of a moving average; in float32, where 0.99999999 is 1
+type Decay = typing.Annotated[
+    float, (lambda value: 0 <= value <= 0.9999999, "be between 0 and 0.9999999")
+]
 type Few = typing.Annotated[int, (lambda value: 0 < value <= 10_000, "be between 1 and 10,000")]
 type Seed = typing.Annotated[int, (lambda value: 0 <= value < 2**32, "be between 0 and 2**32 - 1")]
 

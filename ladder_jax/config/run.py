@@ -8,6 +8,7 @@ import enum
 from ladder_jax.config.fields import (
     Count,
     CountOrZero,
+    Decay,
     Few,
     Positive,
     PositiveOrZero,
@@ -160,8 +161,8 @@ class TrainConfig(Section):
     learning_rate: Positive = 3e-4
     final_learning_rate_fraction: Share = 0.1
     warmup_steps: CountOrZero = 2_000
-    beta1: Share = 0.9
-    beta2: Share = 0.95
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
     eps: Positive = 1e-10
     weight_decay: PositiveOrZero = 0.1
     clip_norm: Positive = 1.0
