@@ -498,6 +498,16 @@ def test_the_verb(three, tmp_path, capsys):
     assert cli.main(["checkpoints", str(tmp_path / "nowhere")]) == 2
 
 
+def test_a_folder_that_refuses_to_be_pruned(copy, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(pathlib.Path, "unlink", refuse)
+    assert cli.main(["checkpoints", str(copy), "--prune", "last=1"]) == 1
+    assert f"cannot write into '{copy}': Permission denied\n" in capsys.readouterr().err
+    assert steps(copy) == [10, 20, 30]
+
+
 def test_what_an_abandoned_write_never_began_is_not_told():
     """Python warns of that when it collects the rest, which may be when the process ends."""
 

@@ -44,8 +44,9 @@ def run(args: dict) -> None:
     losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
     if keep and losses:
         removed = store.steps_to_remove(losses, keep=keep)
-    for step in removed:
-        store.remove(folder / str(step))
+    with explained(folder, "write into"):
+        for step in removed:
+            store.remove(folder / str(step))
     rows = [row for row in rows if row.step not in removed]
     damaged = [row for row in rows if row.state == "damaged"]
     if args["json"]:
