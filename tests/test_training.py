@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import socket
 from unittest import mock
 
@@ -187,6 +188,14 @@ def test_a_folder_of_something_else_is_left_alone(book, tmp_path):
     with pytest.raises(UserError, match="is not empty and holds no config.json"):
         run(book, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "a\0b"])
+def test_a_folder_that_no_checkpoint_could_be_written_to(book, tmp_path, name):
+    """Of bytes that are no UTF-8: the run would have gone on, without its checkpoints."""
+    with pytest.raises(UserError, match="is not UTF-8 text, as checkpoints need it"):
+        run(book, tmp_path / name)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import threading
@@ -146,8 +147,13 @@ class RunContext:
 
 
 def path_of(config: RunConfig) -> AnyPath:
-    """Raises UserError for an unknown scheme, and for an object store whose library is missing."""
-    return absolute(config.run.dir or pathlib.Path("runs") / config.run.name)
+    """Raises UserError for an unknown scheme, for an object store whose library is missing, and for
+    a name that tensorstore could not write to.
+    """
+    folder = absolute(config.run.dir or pathlib.Path("runs") / config.run.name)
+    if re.search("[\0\ud800-\udfff]", str(folder)):  # the latter stand for bytes
+        raise UserError(f"run.dir={str(folder)!r} is not UTF-8 text, as checkpoints need it")
+    return folder
 
 
 def check(config: RunConfig, folder: AnyPath) -> None:
@@ -170,7 +176,7 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
         return
     try:
         before = flatten_dict(json.loads(read_text(file)), sep=".")
-    except (OSError, ValueError, AssertionError, RecursionError):  # of what is no object, too
+    except (ValueError, AssertionError, RecursionError):  # of what is no object, too
         raise UserError(f"{str(file)!r} cannot be read as JSON") from None
     after = flatten_dict(to_dict(config), sep=".")
     # a setting that did not exist then had its default
