@@ -73,10 +73,10 @@ def sizes(folder: AnyPath) -> dict[str, int]:
 
 
 def kvstore(folder: AnyPath) -> dict[str, Any]:
-    """Tensorstore's specification of a folder."""
+    """Tensorstore's specification of a folder; it refuses `..` in a path."""
     if is_remote(folder):
         return remote.kvstore(folder)
-    return {"driver": "file", "path": f"{folder}/"}
+    return {"driver": "file", "path": f"{os.path.realpath(folder)}/"}
 
 
 def patiently[T](folder: str | os.PathLike, work: Callable[[], T]) -> T:
