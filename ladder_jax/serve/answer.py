@@ -172,15 +172,17 @@ def _token_text(data: bytes) -> str:
 
 
 class _Offsets:
-    """Where each token begins in a text of which tokens may be parts of characters."""
+    """Where each token begins in a text of which tokens may be parts of characters: the character
+    that holds its first byte.
+    """
 
     def __init__(self):
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._characters = 0
 
     def next(self, piece: bytes) -> int:
-        before = self._characters
-        self._characters += len(self._utf8.decode(piece))
-        # Counted from the end: the decoder may also have output an invalid character of earlier
-        # tokens.
-        return max(before, self._characters - len(piece.decode(errors="ignore")))
+        self._characters += len(self._utf8.decode(piece[:1]))
+        unfinished, _ = self._utf8.getstate()
+        begin = self._characters - bool(piece and not unfinished)
+        self._characters += len(self._utf8.decode(piece[1:]))
+        return begin

@@ -1,12 +1,15 @@
 """The official client against a server in a process: every answer is that of the request alone."""
 
 import itertools
+import types
 from concurrent import futures
 
 import numpy as np
 import pytest
 
 from ladder_jax.data import tokenizer
+from ladder_jax.decode.engine import Finish, Result
+from ladder_jax.serve.answer import CompletionForm
 from ladder_jax.serve.prepare import Terms, prepare
 from ladder_jax.serve.schema import Completion
 from tests import tokenizers
@@ -126,6 +129,24 @@ def test_log_probabilities(complete, alone):
     parts = [part.choices[0].logprobs for part in complete(**greedy, stream=True)]
     assert sum((part.text_offset for part in parts if part), []) == found.text_offset
     assert sum((part.token_logprobs for part in parts if part), []) == found.token_logprobs
+
+
+@pytest.mark.parametrize(
+    "pieces, offsets",
+    [
+        ([b"0", b"\xa2", b"9"], [0, 1, 2]),
+        ([b"\xff\xff", b"\xff", b"a"], [0, 2, 3]),
+        ([b"\xc3", b"\xa9x", b"y"], [0, 0, 2]),
+        ([b"\xc3", b"a", b"b"], [0, 1, 2]),
+        ([b"a\xc3", b"", b"\xa9", b""], [0, 1, 1, 2]),
+    ],
+)
+def test_a_token_begins_at_the_character_of_its_first_byte(pieces, offsets):
+    of_pieces = types.SimpleNamespace(to_bytes=lambda tokens: pieces[tokens[0]])
+    form = CompletionForm(Completion(model=MODEL, prompt="x", logprobs=0), [[120]], of_pieces)
+    result = Result(tuple(range(len(pieces))), "", (-1.0,) * len(pieces), Finish.LENGTH, 1)
+    (choice,) = form.answer([result])["choices"]
+    assert choice["logprobs"]["text_offset"] == offsets
 
 
 def test_models(client, openai):
