@@ -127,7 +127,14 @@ MISTAKES = [
     ("decode.top_k=-1", "decode.top_k must not be negative, not -1"),
     ("decode.top_p=0", "decode.top_p must be above 0 and at most 1, not 0"),
     ("decode.min_p=-0.1", "decode.min_p must be between 0 and 1, not -0.1"),
-    ("decode.repetition_penalty=0", "decode.repetition_penalty must be positive, not 0"),
+    (
+        "decode.repetition_penalty=0",
+        "decode.repetition_penalty must be between 1e-6 and 1e30, not 0",
+    ),
+    (
+        "decode.repetition_penalty=1e-40",
+        "decode.repetition_penalty must be between 1e-6 and 1e30, not 1e-40",
+    ),
 ]
 
 

@@ -18,6 +18,10 @@ type Count = typing.Annotated[int, POSITIVE]
 type Positive = typing.Annotated[float, POSITIVE]
 type CountOrZero = typing.Annotated[int, NOT_NEGATIVE]
 type PositiveOrZero = typing.Annotated[float, NOT_NEGATIVE]
+# beyond it penalised logits, or these over a temperature, are no finite float32
+type Penalty = typing.Annotated[
+    float, (lambda value: 1e-6 <= value <= 1e30, "be between 1e-6 and 1e30")
+]
 type Share = typing.Annotated[float, (lambda value: 0 <= value <= 1, "be between 0 and 1")]
 # of a moving average; in float32, where 0.99999999 is 1
 type Decay = typing.Annotated[

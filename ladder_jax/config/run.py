@@ -10,6 +10,7 @@ from ladder_jax.config.fields import (
     CountOrZero,
     Decay,
     Few,
+    Penalty,
     Positive,
     PositiveOrZero,
     Section,
@@ -242,7 +243,7 @@ class DecodeConfig(Section):
     top_p: float = 1.0  # only the most probable tokens that together reach p; 1: all
     min_p: Share = 0.0  # only tokens at least p times as probable as the most probable one; 0: all
     # above 1, tokens of the prompt and of the text so far become less likely
-    repetition_penalty: Positive = 1.0
+    repetition_penalty: Penalty = 1.0
     seed: Seed = 0
     # longer prompts are read in blocks of this many tokens, to bound memory
     prefill_chunk: Count = 2048

@@ -25,10 +25,8 @@ SAMPLING = (
 )
 """The settings that a request shares with DecodeConfig."""
 
-MOST = dict(max_new_tokens=2**31 - 1, top_k=2**31 - 1, temperature=1e30, repetition_penalty=1e30)
-"""Larger integers are no int32; larger temperatures and penalties have no further effect, and could
-overflow.
-"""
+MOST = dict(max_new_tokens=2**31 - 1, top_k=2**31 - 1, temperature=1e30)
+"""Larger integers are no int32; larger temperatures have no further effect, and could overflow."""
 STOP_CHARACTERS = 1000
 """The most that a stop string may have."""
 
