@@ -120,6 +120,9 @@ def test_answers_to_something_else_are_refused(tmp_path):
         "my diary\n",
         "my diary",
         '{"index": 0}\n',
+        # a user's own file of one line, which no newline ends
+        '{"index": 0, "question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}',
+        '{"id": "batch_req_1", "prompt": "Once"}',
         "[]\n",
         '{"index": -1, "request": ""}\n',
     ):
