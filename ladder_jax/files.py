@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURES = (".png", ".svg", ".pdf")
+PIPE = "this is a device or a pipe; name a file"
 PARTIAL = ".partial-"
 """The beginning of a file's name until it is complete."""
 
@@ -149,6 +150,11 @@ def text_of(file: str | pathlib.Path, *, named: bool, most: int = sys.maxsize) -
         return None
 
 
+def is_pipe(path: pathlib.Path) -> bool:
+    """Whether it is a pipe or a device: what was read of it cannot be read again."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = ()) -> None:
     """Raises UserError if `--option FILE` cannot be written, or does not end in one of
     `endings`.
@@ -161,7 +167,7 @@ def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = 
         (endings and path.suffix not in endings, f"the file must end in {' or '.join(endings)}"),
         (path.is_dir(), "this is a folder; name a file in it"),
         (not path.parent.is_dir(), f"there is no folder {path.parent}"),
-        (path.exists() and not path.is_file(), "this is a device or a pipe; name a file"),
+        (is_pipe(path), PIPE),
         (path.exists() and not os.access(path, os.W_OK), "this file cannot be written"),
         (not os.access(folder, os.W_OK), f"the folder {folder} cannot be written to"),
     ):

@@ -110,6 +110,7 @@ MISTAKES = {
     "generate nowhere --prompt x --max-new-tokens many": "invalid int value: 'many'",
     "generate nowhere": "--prompt TEXT (once or more often), --prompts FILE or --chat, one of these",
     "generate nowhere --prompts x.jsonl": "--prompts FILE and --out FILE go together",
+    "generate nowhere --prompts /dev/null --out x.jsonl": "--prompts /dev/null: this is a device or a pipe; name a",
     "generate nowhere --prompt x --prompt y --stream": "--stream is for one --prompt",
     "generate nowhere --prompt x --context 9": "--context is for --chat",
     "train tiny data.tokenizer=nowhere": "there is no tokenizer at 'nowhere' (allowed: 'bytes', or a folder",

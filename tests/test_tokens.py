@@ -481,6 +481,7 @@ def test_the_command(run_cli, tmp_path):
     "arguments, message",
     [
         ("nowhere --out x", "'nowhere' does not exist (a text file, a folder, .jsonl"),
+        ("/dev/null --out x", "'/dev/null': this is a device or a pipe; name a file"),
         ("book.jsonl ./book.jsonl --out x", "is named twice"),
         ("book.jsonl --out .", "--out .: something else is there; name a new folder"),
         (". --out x", "--out x lies in the source '.'"),

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import pathlib
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from ladder_jax import terminal
 from ladder_jax.config import Interleave
 from ladder_jax.errors import UserError
-from ladder_jax.files import check_writable
+from ladder_jax.files import PIPE, check_writable, is_pipe
 
 if TYPE_CHECKING:
     from ladder_jax.config import DecodeConfig
@@ -62,6 +63,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if bool(args.prompts) != bool(args.out):
         raise UserError("--prompts FILE and --out FILE go together")
+    if args.prompts and is_pipe(pathlib.Path(args.prompts)):
+        raise UserError(f"--prompts {args.prompts}: {PIPE}")
     if args.stream and len(args.prompt or ()) != 1:
         raise UserError("--stream is for one --prompt")
     if args.context is not None and not args.chat:
