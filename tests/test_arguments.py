@@ -249,6 +249,14 @@ WRONG = {
         lambda: decode.Engine(DEFINITION, params_of(), launch="x"),
         "unknown launch 'x' (allowed: auto",
     ),
+    "Engine(interleave=)": (
+        lambda: decode.Engine(
+            nn.define(dataclasses.replace(CONFIG, residual="desync-2"), mesh=parallel.make_mesh()),
+            params_of(),
+            interleave=2,
+        ),
+        "interleave=2 is for a residual that reduces every sublayer's output, not desync-2",
+    ),
     "Engine(decoder=)": (
         lambda: decode.Engine(DEFINITION, params_of(), decoder="bytes"),
         "a function from tokens to byt",
@@ -269,6 +277,22 @@ WRONG = {
         lambda: generator().tokens([[1, 2.5]], config=GREEDY),
         "a prompt must be a list of whole numbers, not a list",
     ),
+    "Generator.tokens of a number": (
+        lambda: generator().tokens(5, config=GREEDY),
+        "prompts must be of type Sequence or ndarray or Array, not 5",
+    ),
+    "Generator.tokens(config=)": (
+        lambda: generator().tokens([[1]], config={"max_new_tokens": 3}),
+        "config must be of type DecodeConfig, not a dict",
+    ),
+    "Generator.pieces(config=)": (
+        lambda: list(generator().pieces(decode.Request([1]), config=config.RunConfig())),
+        "config must be of type DecodeConfig, not a RunConfig",
+    ),
+    "Generator.pieces(decoder=)": (
+        lambda: list(generator().pieces(decode.Request([1]), decoder="utf8")),
+        "decoder must be a function from tokens to bytes, not 'utf8'",
+    ),
     "Generator.pieces": (
         lambda: list(generator().pieces([1, 2])),
         "request must be of type Request, not a list",
@@ -276,6 +300,10 @@ WRONG = {
     "Engine.submit": (
         lambda: decode.Engine(DEFINITION, params_of(), capacity=4).submit([1, 2]),
         "request must be of type Request, not a list",
+    ),
+    "Engine.submit_all": (
+        lambda: decode.Engine(DEFINITION, params_of()).submit_all(decode.Request([1])),
+        "requests must be of type Sequence, not a Request",
     ),
     "Request": (lambda: decode.Request(5), "prompt must be a list of whole numbers, not 5"),
     "Request(stop=)": (lambda: decode.Request([1], stop=5), "stop must be a list, not 5"),
@@ -290,6 +318,18 @@ WRONG = {
     "Scorer(batch_tokens=)": (
         lambda: evaluate.Scorer(DEFINITION, params_of(), batch_tokens="5"),
         "must be a whole numb",
+    ),
+    "perplexity(model)": (
+        lambda: evaluate.perplexity("runs/book", [1, 2]),
+        "model must be of type Transformer or Scorer or Model, not 'runs/book'",
+    ),
+    "perplexity of a number": (
+        lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), 5),
+        "tokens must be of type Sequence or ndarray or Array, not 5",
+    ),
+    "perplexity of tokens and lists": (
+        lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), [1, [2]]),
+        "a document must be a list of whole numbers, not a list",
     ),
     "perplexity of a text": (
         lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), "hello"),

@@ -16,6 +16,7 @@ from ladder_jax.decode.request import (
     Request,
     Result,
     TokenSequence,
+    check_decoder,
     check_prompts,
     whole_numbers,
 )
@@ -60,6 +61,8 @@ class Generator:
         infinite.
         """
         check_type("request", request, Request)
+        check_type("config", config, DecodeConfig)
+        check_decoder(decoder)
         request.check(vocab_size=self.definition.config.vocab_size, decoder=decoder)
         sequence = TokenSequence(request, decoder=decoder)
         rows = self.definition.layout.batch_ranks  # of which the first counts
@@ -81,6 +84,8 @@ class Generator:
         Raises UserError for a prompt outside the vocabulary, RunFailed where a prompt's logits are
         no numbers.
         """
+        check_type("config", config, DecodeConfig)
+        check_type("prompts", prompts, Sequence, np.ndarray, jax.Array)
         prompts = [whole_numbers("a prompt", prompt) for prompt in prompts]
         check_prompts(prompts, vocab_size=self.definition.config.vocab_size)
         padding = -len(prompts) % self.definition.layout.batch_ranks

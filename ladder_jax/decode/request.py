@@ -121,6 +121,14 @@ class Request:
             raise UserError("stop strings need a decoder; stop_ids do not")
 
 
+def check_decoder(decoder: object) -> None:
+    """Raises UserError for what is neither a function nor None."""
+    if decoder is not None and not callable(decoder):
+        raise UserError(
+            f"decoder must be a function from tokens to bytes, not {described(decoder)}"
+        )
+
+
 def ends(stop: str | Sequence[str], *, tokenizer: Tokenizer) -> dict[str, Sequence]:
     """A Request's `stop` and `stop_ids`: a text ends at these strings, and at the tokenizer's stop
     tokens. A special token has no text in which its string could be found: it is a stop token, too.

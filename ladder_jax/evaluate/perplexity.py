@@ -5,12 +5,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from ladder_jax.config.fields import check_type
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.decode.request import whole_numbers
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, whole
 from ladder_jax.evaluate.model import WINDOW, Model
 from ladder_jax.evaluate.scorer import Scorer, Span
 from ladder_jax.nn import Transformer
@@ -80,6 +81,8 @@ def perplexity(
 
     Raises UserError where there is nothing to score.
     """
+    check_type("model", model, Transformer, Scorer, Model)
+    check_type("tokens", tokens, Sequence, np.ndarray, jax.Array)
     own = WINDOW
     scorer = model
     if isinstance(model, Model):
@@ -91,7 +94,9 @@ def perplexity(
         window = own
     if len(tokens) and np.ndim(tokens[0]) == 0:
         tokens = [tokens]
-    documents = [whole_numbers("a document", np.asarray(document).tolist()) for document in tokens]
+    documents = [
+        whole_numbers("a document", np.asarray(document, object).tolist()) for document in tokens
+    ]
     return _measured(
         lambda: scorer,
         documents,
@@ -207,18 +212,17 @@ def windows(
     prefix: the token before the first; None: the document's own first token, which then is not
         scored.
     """
-    if window < 1:
-        raise UserError(f"window must be at least 1, not {window}")
-    if not 1 <= stride <= window:
+    whole("window", window, least=1)
+    if whole("stride", stride, least=1) > window:
         raise UserError(f"stride must be between 1 and the window, {window}, not {stride}")
-    whole = [int(token) for token in tokens]
+    text = [int(token) for token in tokens]
     if prefix is not None:
-        whole = [prefix, *whole]
+        text = [whole("prefix", prefix, least=0), *text]
     begin = 1
     size = window
-    while begin < len(whole):
-        end = min(begin + size, len(whole))
+    while begin < len(text):
+        end = min(begin + size, len(text))
         left = max(0, end - 1 - window)
-        yield Span(whole[left:begin], whole[begin:end])
+        yield Span(text[left:begin], text[begin:end])
         begin = end
         size = stride

@@ -89,12 +89,16 @@ def test_each_token_is_scored_once(window, stride):
     "how, message",
     [
         (dict(window=0, stride=0), "window must be at least 1, not 0"),
-        (dict(window=8, stride=0), "stride must be between 1 and the window, 8, not 0"),
+        (dict(window=8, stride=0), "stride must be at least 1, not 0"),
+        (dict(window=8, stride=9), "stride must be between 1 and the window, 8, not 9"),
+        (dict(window=8.0), "window must be a whole number, not 8.0"),
+        (dict(window=8, stride=True), "stride must be a whole number, not True"),
+        (dict(prefix="a"), "prefix must be a whole number, not 'a'"),
     ],
 )
 def test_wrong_windows(how, message):
     with pytest.raises(UserError, match=message):
-        list(windows([1, 2], prefix=0, **how))
+        list(windows([1, 2], **{"prefix": 0, "window": 8, "stride": 8, **how}))
 
 
 def test_sliding_windows(model, pieces, exact):

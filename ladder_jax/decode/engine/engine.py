@@ -8,16 +8,23 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, check_interleave
+from ladder_jax.config import DecodeConfig, Execution, Launch, Loop, Quantize
 from ladder_jax.config.fields import check_type, member
 from ladder_jax.decode import memory, weights
 from ladder_jax.decode.engine.handle import Handle, QueueFull, Stats
 from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.decode.generate import parts_of
-from ladder_jax.decode.request import Decoder, Finish, NoNumbers, Request, Result
+from ladder_jax.decode.request import (
+    Decoder,
+    Finish,
+    NoNumbers,
+    Request,
+    Result,
+    check_decoder,
+)
 from ladder_jax.decode.sampling import Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
-from ladder_jax.errors import UserError, described, whole
+from ladder_jax.errors import UserError, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
 
 
@@ -72,13 +79,10 @@ class Engine:
         loop = member(Loop, "loop", loop)
         quantize = member(Quantize, "quantize", quantize)
         launch = member(Launch, "launch", launch)
-        check_interleave(interleave)
+        definition.check(Execution(interleave=interleave), rows=slots)
         for name, value in {**sizes, "max_queue": max_queue}.items():
             whole(name, value, least=least.get(name, 1))
-        if decoder is not None and not callable(decoder):
-            raise UserError(
-                f"decoder must be a function from tokens to bytes, not {described(decoder)}"
-            )
+        check_decoder(decoder)
         form = dict(loop=loop, quantize=quantize)
         memory.check_slots(definition, slots=slots, capacity=capacity, chunk=chunk, **form)
         self.capacity = capacity
@@ -118,6 +122,7 @@ class Engine:
 
     def submit_all(self, requests: Sequence[Request]) -> list[Handle]:
         """As `submit`: all of them or none."""
+        check_type("requests", requests, Sequence)
         handles = [self._handle(request) for request in requests]
         with self._changed:
             self._check()
