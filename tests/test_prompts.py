@@ -54,6 +54,9 @@ def test_a_special_token_among_the_stop_strings_ends_a_text(tmp_path):
     (ours,), (theirs,) = job.requests, other.requests
     assert (ours.stop, ours.stop_ids) == expected
     assert (theirs.stop, theirs.stop_ids) == ((tiny.BEGIN,), expected[1])
+    source.write_text(json.dumps({"prompt": "a", "stop_ids": [5]}))
+    (own,) = jsonl.read(str(source), **read)
+    assert own.requests[0].stop_ids == (5, *begin)
     # what is no token is encoded as the special one that stands for all of these
     model = tokenizers.models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>")
     some = tokenizers.Tokenizer(model)

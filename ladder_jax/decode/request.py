@@ -129,13 +129,17 @@ def check_decoder(decoder: object) -> None:
         )
 
 
-def ends(stop: str | Sequence[str], *, tokenizer: Tokenizer) -> dict[str, Sequence]:
-    """A Request's `stop` and `stop_ids`: a text ends at these strings, and at the tokenizer's stop
-    tokens. A special token has no text in which its string could be found: it is a stop token, too.
+def ends(
+    stop: str | Sequence[str], *, tokenizer: Tokenizer, stop_ids: Sequence[int] | None = None
+) -> dict[str, Sequence]:
+    """A Request's `stop` and `stop_ids`: a text ends at these strings, and at `stop_ids`, by
+    default the tokenizer's. A special token has no text in which its string could be found: it is a
+    stop token, too.
     """
     stop = _strings(stop)
+    tokens = tokenizer.stop_ids if stop_ids is None else whole_numbers("stop_ids", stop_ids)
     special = [tokenizer.special_ids[one] for one in stop if one in tokenizer.special_ids]
-    return dict(stop=stop, stop_ids=(*tokenizer.stop_ids, *special))
+    return dict(stop=stop, stop_ids=(*tokens, *special))
 
 
 def _strings(stop):
