@@ -62,8 +62,20 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def below(root: pathlib.Path) -> list[pathlib.Path]:
-    """The file itself; of a folder all files in it and below, in the order of their paths."""
-    return [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
+    """The file itself; of a folder all files in it and below, in the order of their paths.
+
+    Raises UserError for a folder below that cannot be read: its files would silently be left out.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # removed meanwhile
+            raise UserError(f"cannot read {str(error.filename)!r}: {error.strerror}")
+
+    if root.is_file():
+        return [root]
+    walked = root.walk(on_error=refuse)
+    found = [folder / name for folder, _, names in walked for name in names]
+    return sorted(path for path in found if path.is_file())
 
 
 def sizes(folder: AnyPath) -> dict[str, int]:

@@ -51,6 +51,24 @@ def test_a_link_stays(tmp_path):
     )
 
 
+def test_a_folder_below_that_cannot_be_read(tmp_path, monkeypatch):
+    """Its files would be left out without a word."""
+    (tmp_path / "open").mkdir()
+    write(tmp_path / "open" / "a.txt")
+    (tmp_path / "shut").mkdir()
+    assert files.below(tmp_path) == [tmp_path / "open" / "a.txt"]
+    scan = os.scandir  # root may read anything
+
+    def scandir(folder):
+        if str(folder).endswith("shut"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match="cannot read '.*/shut': Permission denied"):
+        files.below(tmp_path)
+
+
 def test_what_cannot_be_written(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("")
