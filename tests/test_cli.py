@@ -128,6 +128,25 @@ def test_mistakes(words, mistake, monkeypatch):
     assert MISTAKES[words] in mistake(*words.split())
 
 
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", LONG, "--prompt", "x"],
+        ["predict", "--model", f"{LONG}/y", "--hardware", "h100-nvlink"],
+        ["tokenize", LONG, "--out", "store"],
+        ["train", "tiny", f"train.start={LONG}"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_name_that_no_file_can_have(words, mistake, monkeypatch):
+    """Nor is a folder of somebody else's, to whom Python's pathlib raises likewise, a traceback."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert f"{LONG}: File name too long" in mistake(*words).replace("/y", "")
+
+
 def test_a_mistake_of_a_process(run_cli, tmp_path):
     done = run_cli("trian", "tiny", cwd=tmp_path, check_status=2)
     (line,) = done.stderr.splitlines()

@@ -17,6 +17,8 @@ from ladder_jax.errors import RunFailed, UserError, error_text, one_line, unknow
 
 # errors of the disk, not of the program
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+# of a path that the user may not read or write, or that no file can have
+PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 # jax's errors of variables such as JAX_PLATFORMS and JAX_NUM_CPU_DEVICES
 ENVIRONMENT = r"Unable to initialize backend|Invalid value .* for JAX flag|invalid truth value"
 # Many simulated devices on few cores take long to reach a collective.
@@ -57,10 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _give_up_output()
         return 0
     except OSError as error:
+        line = ": ".join(filter(None, (error.filename, error.strerror)))
+        if error.errno in PATH:
+            return _ended(line, status=2)
         if error.errno not in DISK:
             raise
         _give_up_output()
-        return _ended(": ".join(filter(None, (error.filename, error.strerror))), status=1)
+        return _ended(line, status=1)
     return 0
 
 
