@@ -235,7 +235,8 @@ class Statistics:
             gained.append(np.sum(gain))
         missing = np.mean(self.missing)
         left = missing - np.mean(gained)
-        return float(missing / self.energy), float(left / self.energy)
+        energy = self.energy or 1.0  # a sublayer that gives nothing misses nothing
+        return float(missing / energy), float(left / energy)
 
 
 def solve(products: np.ndarray, *, ridge: float) -> np.ndarray:
@@ -248,6 +249,8 @@ def solve(products: np.ndarray, *, ridge: float) -> np.ndarray:
     parts = np.split(products, [len(products)], axis=1)
     gram, cross = (np.array(part, order="F") for part in parts)  # which LAPACK overwrites
     level = ridge * np.trace(gram) / len(gram)
+    if level == 0:  # the projection reads nothing but zeros
+        return np.zeros_like(cross)
     gram[np.diag_indices_from(gram)] += level
     try:
         return scipy.linalg.solve(gram, cross, assume_a="pos", overwrite_a=True, overwrite_b=True)

@@ -87,6 +87,26 @@ def test_a_model_without_late_inputs_is_left_alone():
         assert not statistics.changes(1, ridge=1e-3)[0].any()
 
 
+def test_a_layer_that_adds_nothing():
+    """As pruned models have them, or models made deeper: what its output lacks is no number's
+    quotient with nothing, and an MLP that computes nothing gives nothing to fit.
+    """
+    silent = {
+        key: Stored(array.shape, array.dtype, functools.partial(np.zeros, array.shape, array.dtype))
+        for key, array in standard().arrays.items()
+        if key.layer == 1 and key.name.startswith(("layers/attention/out", "layers/mlp/"))
+    }
+    source = dataclasses.replace(standard(), arrays={**standard().arrays, **silent})
+    model = small_model("ladder")
+    both = Refit(projections=BOTH)
+    result = refit(source, model=model, rows=TOKENS, mesh=parallel.make_mesh(), settings=both)
+    shares = {(fit.layer, fit.sublayer): (fit.before, fit.after) for fit in result.fits}
+    assert np.isfinite(list(shares.values())).all()
+    assert shares[1, "attention/out"] == shares[1, "mlp/down"] == (0, 0)
+    for key in silent:
+        assert not result.source.arrays[key].read().any()
+
+
 def test_sums_over_many_batches_stay_within_the_bound():
     """Activations far from zero, where a sum in float32 over all batches would lose the last
     digits.
