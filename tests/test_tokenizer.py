@@ -112,6 +112,9 @@ def test_several_stop_ids(tmp_path):
     assert tokenizer.load(folder).stop_ids == (8,)
     ending = {"content": tokenizers.END}
     assert stops("special_tokens_map.json", eos_token=ending) == (end, 8)
+    # what is no token would be written into token stores, in fewer bits, and into training rows
+    for none in (-1, 2**40, True, [-1, tokenizer.load(folder).vocab_size]):
+        assert stops("generation_config.json", eos_token_id=none) == (end,)
 
 
 def test_the_chat_template(tmp_path):

@@ -302,7 +302,9 @@ class HuggingFace(Tokenizer):
         more = self._object("generation_config.json").get("eos_token_id")
         several = more if isinstance(more, list) else [more]
         found = [self._token_id("eos_token"), *several]
-        return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+        # -1 stands for none
+        is_token = lambda token: type(token) is int and 0 <= token < self.vocab_size
+        return tuple(dict.fromkeys(filter(is_token, found)))
 
 
 def _read(folder: AnyPath) -> dict[str, str]:
