@@ -239,6 +239,9 @@ class HuggingFace(Tokenizer):
     def __hash__(self) -> int:
         return hash(self._contents)
 
+    def __deepcopy__(self, memo: dict) -> "HuggingFace":
+        return self  # nothing changes it, and a chat template cannot be copied
+
     def __repr__(self) -> str:
         return f"HuggingFace({str(self.folder)!r}, vocab_size={self.vocab_size}, has_chat={self.has_chat})"
 

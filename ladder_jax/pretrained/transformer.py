@@ -142,7 +142,7 @@ class Transformer(nn.Transformer):
 
     def source(self) -> Source:
         """The model as `pretrained` reads models: for `pretrained.write_huggingface`, or another
-        model's parameters.
+        model's parameters. Raises UserError where its tokenizer's folder is gone, or changed.
         """
         if jax.process_count() > 1:
             raise UserError(
@@ -159,6 +159,11 @@ class Transformer(nn.Transformer):
         files = {}
         generation = {}
         if folder is not None:
+            if not folder.is_dir() or tokenizers.load(folder) != self.tokenizer:
+                raise UserError(
+                    f"the tokenizer of this model was in {str(folder)!r}, where there is none now, or another:"
+                    " set model.tokenizer to that of lj.from_pretrained(NAME), or to None"
+                )
             files = huggingface.tokenizer_files(folder)
             generation = huggingface.generation_in(folder)
         about = self.context, files, generation, self.refit

@@ -3,7 +3,10 @@ way of `convert`.
 """
 
 import contextlib
+import copy
+import gc
 import json
+import os
 import shutil
 import sys
 import types
@@ -346,6 +349,29 @@ def test_saved_and_loaded(model, tmp_path, capsys):
     assert pretrained.open(tmp_path / "export").model.num_layers == 2
     with pytest.raises(UserError, match="unknown format 'hugging'; did you mean 'huggingface'"):
         model.save(tmp_path / "other", format="hugging")
+
+
+def test_a_tokenizer_that_is_gone(files, tmp_path):
+    """Its files are copied when a model is saved, and a model that forgot it would be saved without
+    a word.
+    """
+    folder = tmp_path / "run"
+    lj.from_pretrained(files / "qwen3").save(folder)
+    model = lj.load(folder)
+    template = folder / "tokenizer" / "chat_template.jinja"
+    template.write_text("another")
+    with pytest.raises(UserError, match="where there is none now, or another: set model.tokenizer"):
+        model.save(tmp_path / "changed")
+    shutil.rmtree(folder)
+    with pytest.raises(UserError, match="run/tokenizer', where there is none now"):
+        model.save(tmp_path / "gone", format="huggingface")
+    assert os.listdir(tmp_path) == []
+    model.tokenizer = lj.from_pretrained(files / "qwen3").tokenizer
+    copied = copy.deepcopy(model)
+    del model
+    gc.collect()  # which removes a tokenizer's temporary folder with its last owner
+    copied.save(tmp_path / "again")
+    assert lj.load(tmp_path / "again").tokenizer == copied.tokenizer
 
 
 def test_generate_follows_the_weights(model):
