@@ -265,6 +265,7 @@ def test_groups_turn_from_the_top(groups, pace, fractions):
     ("distill.teacher=x distill.residual=no-communication", "another mesh would have another teacher"),
     ("conversion.steps=5 model.residual=standard", "conversion.steps needs"),
     ("conversion.steps=1 conversion.groups=3", "too few"),
+    ("conversion.steps=9 train.steps=8", "conversion.steps=9 is more than train.steps=8: .* no ladder layers yet"),
     ("conversion.steps=8 conversion.groups=5", r"conversion.groups=5 is more than the 4 .* \(allowed: 1 to 4\)"),
     ("conversion.steps=8 conversion.groups=3 model.ladder_layers=2", r"groups=3 is .* \(allowed: 1 to 2\)"),
     ("conversion.steps=5 train.sequence_parallel=true", "conversion.steps=5 and train.sequence_parallel excl"),

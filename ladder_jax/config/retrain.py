@@ -179,6 +179,11 @@ def check_retraining(config: Any) -> None:
     )
     if conversion.steps:
         check(
+            conversion.steps <= train.steps,
+            f"conversion.steps={conversion.steps} is more than train.steps={train.steps}: the run would end with"
+            f" layers that are no {model.residual} layers yet, and its checkpoints say that they are",
+        )
+        check(
             parse_residual(model.residual).kind in ("ladder", "ladder-fresh", "farskip"),
             "conversion.steps needs a model.residual of ladder, ladder-K, ladder-fresh or farskip, not"
             f" {model.residual!r}",
