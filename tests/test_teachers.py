@@ -3,6 +3,7 @@ shares with a student.
 """
 
 import dataclasses
+import json
 import pathlib
 
 import jax
@@ -11,11 +12,12 @@ import pytest
 
 from ladder_jax import config
 from ladder_jax.config import START, DistillConfig, RunConfig, TrainConfig
+from ladder_jax.data import tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import OpenedModel
 from ladder_jax.retrain import Retraining, Sources, loss, of_sources, sources
 from ladder_jax.train.gradients import task_gradients
-from tests import cases, experts, reference
+from tests import cases, experts, reference, tokenizers
 from tests.pretrained import models
 from tests.test_objective import TOKENS, TWO, compute, define, shape
 
@@ -169,3 +171,28 @@ def test_what_was_refitted_is_of_one_topology(tmp_path):
         with pytest.raises(UserError, match=said) as error:
             of_run(*more)
         assert "\n" not in str(error.value)
+
+
+def test_a_teacher_of_other_tokens(tmp_path):
+    """Its vocabulary is as large, but its numbers stand for other texts. Unused tokens may differ,
+    as they do between a folder and a GGUF file of one model.
+    """
+    (tmp_path / "run.yaml").write_text("run: {name: run}")
+    folder = models.write(tmp_path / "model", "llama-2", vocab_size=320)
+    given = [f"train.start={folder}", "model.residual=ladder", f"distill.teacher={folder}"]
+    made = config.load(tmp_path / "run.yaml", overrides=given)
+    of_data = tokenizer.load(tokenizers.folder(tmp_path / "data"))
+    sources.of_run(made, tokenizer=of_data)  # it has none
+    more = tokenizers.byte_level()
+    more.add_tokens(["<unused>"])
+    tokenizers.folder(folder, made=more)
+    assert tokenizer.load(folder).name != of_data.name
+    sources.of_run(made, tokenizer=of_data)
+    told = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = told["model"]["vocab"]
+    one, other = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+    for data in of_data, tokenizer.Bytes():
+        with pytest.raises(UserError, match="distill.teacher=.* has another tokenizer than the da"):
+            sources.of_run(made, tokenizer=data)

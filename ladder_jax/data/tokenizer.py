@@ -186,6 +186,17 @@ def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None 
         )
 
 
+def alike(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether tokens stand for the same in both: every piece that both have has one number, as in
+    two formats of one tokenizer, which may differ in unused tokens.
+    """
+    if not (isinstance(one, HuggingFace) and isinstance(other, HuggingFace)):
+        return one.name == other.name
+    ours = one.numbers()
+    theirs = other.numbers()
+    return all(theirs[piece] == ours[piece] for piece in ours.keys() & theirs.keys())
+
+
 class HuggingFace(Tokenizer):
     """See Tokenizer. Raises UserError for files that are missing, damaged or of an unsupported
     kind.
@@ -212,9 +223,8 @@ class HuggingFace(Tokenizer):
             if hasattr(model, "dropout"):
                 model.dropout = None
             described = json.loads(content)
-            vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-            self.vocab_size = 1 + max(vocabulary.values())
-        self._tokenizer = tokenizer
+            self._tokenizer = tokenizer
+            self.vocab_size = 1 + max(self.numbers().values())
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = {one.content: token for token, one in added.items() if one.special}
         digest = hashlib.sha256(content.encode()).hexdigest()
@@ -244,6 +254,10 @@ class HuggingFace(Tokenizer):
 
     def __repr__(self) -> str:
         return f"HuggingFace({str(self.folder)!r}, vocab_size={self.vocab_size}, has_chat={self.has_chat})"
+
+    def numbers(self) -> dict[str, int]:
+        """All tokens' numbers, by how the vocabulary writes them."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         with self._encoding(text):

@@ -12,6 +12,7 @@ from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import START, ModelConfig, RunConfig, to_dict
 from ladder_jax.config.fields import check
 from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import OpenedModel, open_model
 
@@ -41,11 +42,13 @@ def of_run(
     *,
     recorded: dict[str, Any] | None = None,
     decided: dict[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Sources:
     """The models that `config` names; of a run that is resumed only those that it still needs.
 
     recorded: `Sources.record()` in the run's own checkpoint; None for a new run.
     decided: another process's `Sources.record()`, which says which checkpoint of a folder is meant.
+    tokenizer: of the data; the teacher's must be alike, if it has one.
 
     Raises UserError for a model that is missing, has another shape, or has changed since the run
     began.
@@ -61,6 +64,12 @@ def of_run(
         learnt = _opened("distill.teacher", teacher, config, recorded.get("teacher"))
     found = Sources(start, learnt)
     _check_refitted(config, found)
+    if tokenizer and learnt is not start and learnt and learnt.has_tokenizer:
+        check(
+            tokenizers.alike(learnt.tokenizer(), tokenizer),
+            f"distill.teacher={teacher!r} has another tokenizer than the data ({tokenizer.name}): it would predict"
+            " other texts' tokens",
+        )
     return found
 
 
@@ -77,7 +86,7 @@ def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
     )
 
 
-def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenizer:
+def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> Tokenizer:
     """With train.start: the run's, once its configuration is written, until then that
     checkpoint's.
     """

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import START, ModelConfig, RunConfig
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.parameter import LAYERS
@@ -130,9 +131,10 @@ def of_run(
     mesh: Mesh,
     recorded: dict[str, Any] | None,
     agreement: Agreement,
+    tokenizer: Tokenizer,
 ) -> Retraining:
     """The task of a run, its checkpoints opened; `recorded`: the sources in the checkpoint it
-    resumes, None if none.
+    resumes, None if none. tokenizer: of the data.
 
     All processes take what process 0 does: the newest checkpoint of a folder may be another one
     here. Raises UserError for a missing or unfit checkpoint.
@@ -140,7 +142,7 @@ def of_run(
     decide = lambda: sources.of_run(config, recorded=recorded).record()
     decided = agreement.broadcast("where weights come from", decide)
     with agreement.together("where weights come from"):
-        found = sources.of_run(config, recorded=recorded, decided=decided)
+        found = sources.of_run(config, recorded=recorded, decided=decided, tokenizer=tokenizer)
     definition = define(config.model, mesh=mesh, experts=config.mesh.experts)
     return of_sources(
         config, definition=definition, teacher=sources.teacher_model(config, found), sources=found

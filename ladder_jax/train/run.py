@@ -200,7 +200,8 @@ def _task(context: RunContext, mesh: Mesh, checkpoint: Checkpoint | None) -> Tra
     if not config.retrains:
         return Pretraining(nn.define(config.model, mesh=mesh, experts=config.mesh.experts))
     recorded = checkpoint.data.get("sources", {}) if checkpoint else None
-    return retrain.of_run(config, mesh=mesh, recorded=recorded, agreement=context.agreement)
+    about = dict(agreement=context.agreement, tokenizer=context.tokenizer)
+    return retrain.of_run(config, mesh=mesh, recorded=recorded, **about)
 
 
 @contextlib.contextmanager
