@@ -50,6 +50,15 @@ def local_path(path: str | os.PathLike) -> pathlib.Path:
     return pathlib.Path(os.path.expanduser(path))
 
 
+def on_disk(path: str | os.PathLike) -> pathlib.Path:
+    """As `local_path`, of what is written to disks alone. Raises UserError for gs://... and the
+    like, which as a path would be a folder of that name here.
+    """
+    if is_remote(path):
+        raise UserError(f"{str(path)!r} is no place on a disk: write there, and copy it")
+    return local_path(path)
+
+
 def absolute(path: str | os.PathLike) -> AnyPath:
     """As `expanded`, and absolute."""
     found = expanded(path)

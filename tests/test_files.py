@@ -6,9 +6,10 @@ import pathlib
 import jax
 import pytest
 
-from ladder_jax import cli, files
+from ladder_jax import cli, files, pretrained
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.parallel import use_compilation_cache
+from tests.pretrained import models
 
 
 def write(path):
@@ -155,6 +156,20 @@ def test_overlap_without_a_cache(tmp_path, monkeypatch, capsys):
     assert cli.main(words.split()) == 0
     done = capsys.readouterr()
     assert "compiling ladder" in done.err and done.out
+
+
+@pytest.mark.parametrize("words", ["convert model gs://b/x", "tokenize t.txt --out s3://b/x"])
+def test_an_address_is_no_folder_here(words, tmp_path, monkeypatch, capsys):
+    """It was one of that name, `gs:`, and the command said that it was done."""
+    models.write(tmp_path / "model", "llama-2")
+    (tmp_path / "t.txt").write_text("text")
+    before = os.listdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words.split()) == 2
+    assert f"{words.split()[-1]!r} is no place on a disk" in capsys.readouterr().err
+    with pytest.raises(UserError, match="'gs://b/x' is no place on a disk"):
+        pretrained.write_huggingface(pretrained.open("model"), "gs://b/x")
+    assert os.listdir(tmp_path) == before
 
 
 def test_a_tilde_without_a_user_is_a_name(tmp_path, capsys):

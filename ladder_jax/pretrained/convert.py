@@ -19,7 +19,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.config.fields import member
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.files import local_path, text_of
+from ladder_jax.files import local_path, on_disk, text_of
 from ladder_jax.pretrained import formats, refit as refits, sensitivity, staging
 from ladder_jax.pretrained.formats import Format
 from ladder_jax.pretrained.huggingface import config as huggingface_config
@@ -145,7 +145,7 @@ def parse(args: dict, model: ModelConfig) -> Request:
         if args["ridge"] is not None:
             refit = dataclasses.replace(refit, ridge=args["ridge"])
     return Request(
-        destination=local_path(args["destination"]).absolute(),
+        destination=on_disk(args["destination"]).absolute(),
         format=member(Format, "format in --to", args["to"]),
         model=_with_layers(args, model, layers),
         choose=choose,

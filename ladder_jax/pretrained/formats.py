@@ -30,7 +30,7 @@ from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Generator, default_tensor
 from ladder_jax.decode.weights import Reader
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.files import AnyPath, absolute, explained, is_remote, local_path
+from ladder_jax.files import AnyPath, absolute, explained, is_remote, local_path, on_disk
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
@@ -225,7 +225,7 @@ def save(source: Source, destination: str | os.PathLike, *, format: Format) -> N
     the format cannot express; RunFailed if writing fails, as for a full disk. Unfinished files are
     removed.
     """
-    place = local_path(destination).absolute()
+    place = on_disk(destination).absolute()
     staging.check_room(place, size=source.nbytes)
     with staging.staged(place) as folder:
         write(source, folder, format=format, place=place)

@@ -47,7 +47,7 @@ def run(args: dict) -> None:
     """Make the store, or go on with it, and say what it holds. Raises UserError for what cannot be
     done.
     """
-    out = files.local_path(args["out"])
+    out = files.on_disk(args["out"])
     name = str(out)
     share = None
     if args["part"] is not None:
