@@ -60,6 +60,7 @@ def read(path: pathlib.Path) -> Source:
         huggingface.tokenizer_files(folder),
         huggingface.generation_in(folder),
         source.refit_in(folder.parent),
+        opened.config.decode,
     )
 
 
@@ -107,8 +108,8 @@ def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> Non
 
 
 def _config(exported: Source, *, place: pathlib.Path) -> RunConfig:
-    """A run's configuration with the model, its context and its tokenizer. The other settings are
-    defaults.
+    """A run's configuration with the model, its context, its tokenizer and how it generates. The
+    other settings are defaults.
     """
     tokenizer = str(place / tokenizers.FOLDER)
     if isinstance(exported.tokenizer, tokenizers.Bytes):
@@ -116,6 +117,7 @@ def _config(exported: Source, *, place: pathlib.Path) -> RunConfig:
     return RunConfig(
         model=exported.model,
         train=exported.train_config,
+        decode=exported.decode,
         data=DataConfig(tokenizer=tokenizer),
         run=FolderConfig(name=place.name, dir=str(place)),
     )

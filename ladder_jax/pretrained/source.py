@@ -21,7 +21,7 @@ import numpy as np
 from flax import traverse_util
 
 from ladder_jax import nn, parallel
-from ladder_jax.config import Loop, ModelConfig, TrainConfig
+from ladder_jax.config import DecodeConfig, Loop, ModelConfig, TrainConfig
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
@@ -104,6 +104,7 @@ class Source:
     generation: the settings of Hugging Face's generation_config.json: eos_token_id, temperature,
         ...
     refit: the content of REFIT; None without a refit.
+    decode: the settings of `generate`, of our checkpoints alone.
     """
 
     path: str
@@ -113,6 +114,7 @@ class Source:
     files: Mapping[str, bytes] = dataclasses.field(default=EMPTY, repr=False)
     generation: Mapping[str, Any] = EMPTY
     refit: bytes | None = dataclasses.field(default=None, repr=False)
+    decode: DecodeConfig = DecodeConfig()
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:

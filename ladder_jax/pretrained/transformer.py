@@ -166,7 +166,7 @@ class Transformer(nn.Transformer):
                 )
             files = huggingface.tokenizer_files(folder)
             generation = huggingface.generation_in(folder)
-        about = self.context, files, generation, self.refit
+        about = self.context, files, generation, self.refit, self.decode
         return Source("the model in memory", self.config, arrays, *about)
 
 

@@ -23,7 +23,7 @@ import ladder_jax as lj
 from ladder_jax import checkpoint, pretrained
 from ladder_jax.bench import request as benches
 from ladder_jax.cli import main
-from ladder_jax.config import Dtype, Phase
+from ladder_jax.config import DecodeConfig, Dtype, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import request as overlaps
 from ladder_jax.plan import request as plans
@@ -331,8 +331,11 @@ def model():
 def test_saved_and_loaded(model, tmp_path, capsys):
     """One's own weights, on any mesh, and as an export."""
     saved = tmp_path / "new" / "one"
+    model.decode = DecodeConfig(top_k=3)
     model.save(saved)
+    model.decode = DecodeConfig()
     again = lj.load(str(saved), mesh=lj.make_mesh(tensor=4))
+    assert again.decode == pretrained.open(saved).decode == DecodeConfig(top_k=3)
     assert again.mesh.shape["tensor"] == 4
     assert again.config == model.config
     # unpadded
@@ -342,7 +345,7 @@ def test_saved_and_loaded(model, tmp_path, capsys):
     )
     assert not checkpoint.verify(saved / "checkpoints" / "0")
     text = printed(capsys, "generate", saved, "--tensor", "2", *WORDS)
-    assert text == TEXT + model.generate(TEXT, **NEW) + "\n"
+    assert text == TEXT + model.generate(TEXT, top_k=3, **NEW) + "\n"
     with pytest.raises(UserError, match="is there already"):
         model.save(saved)
     model.save(tmp_path / "export", format="huggingface")
