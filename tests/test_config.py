@@ -244,8 +244,12 @@ def test_a_conversion_without_ladder_layers():
     "content, message",
     [
         ("model: [", "is not YAML"),
-        ('{"model": {}, "model": {}}', "'model' stands twice in one section"),
-        ("train: {steps: 5}\nmodel: {}\ntrain: {batch: 8}", "'train' stands twice in one section"),
+        ('{"model": {}, "model": {}}', "'model' stands there twice"),
+        (
+            "train: {steps: 3}\ntrain: {batch: 2}",
+            "is not YAML: 'train' stands there twice, .* line 2",
+        ),
+        ('{"train": {"steps": 3, "steps": 4}}', "'steps' stands there twice"),
         ("- 1", "must hold sections"),
         ("\x00", "is not YAML"),
         (None, "cannot read"),

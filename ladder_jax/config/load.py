@@ -150,17 +150,22 @@ def _set(tree: dict, override: str) -> None:
 
 
 def parse_yaml(text: str, *, what: str) -> typing.Any:
-    """The value of a YAML text. Raises UserError "`what` is not YAML: ..."."""
+    """The value of a YAML text. Raises UserError "`what` is not YAML: ...", also for a name that
+    stands twice in one mapping, of which PyYAML would take the last.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def compose_mapping_node(self, anchor):
-            node = super().compose_mapping_node(anchor)
-            names = [name.value for name, _ in node.value]
-            for name in names:
-                if names.count(name) > 1:  # PyYAML's own takes the last
-                    raise ValueError(f"{name!r} stands twice in one section")
-            return node
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key, _ in node.value:
+                name = str(key.value)
+                if name in seen:
+                    raise ValueError(
+                        f"{name!r} stands there twice, again in line {key.start_mark.line + 1}"
+                    )
+                seen.add(name)
+            return super().construct_mapping(node, deep)
 
     try:
         return yaml.load(text, Loader)
