@@ -10,7 +10,6 @@ import datetime
 import functools
 import hashlib
 import json
-import math
 import pathlib
 import sys
 import sysconfig
@@ -44,6 +43,7 @@ from ladder_jax.files import (
 
 STDLIB = "stdlib"  # a data.path
 MIXTURES = (".yaml", ".yml")  # endings of files that list token stores, mixed by weight
+LEAST_WEIGHT = 1e-12  # in a mixture; the largest is its inverse
 READ_AHEAD = 2  # batches
 
 
@@ -213,14 +213,19 @@ def read_mixture(file: pathlib.Path) -> dict[AnyPath, float]:
     stores = {}
     for name, weight in weights.items():
         store = str(name)
-        if type(weight) not in (int, float) or not 0 < weight < math.inf:
+        try:
+            number = float(weight)  # YAML 1.1 reads 1e-3 as text
+        except (TypeError, ValueError, OverflowError):
+            number = 0
+        if isinstance(weight, bool) or not LEAST_WEIGHT <= number <= 1 / LEAST_WEIGHT:
             raise UserError(
-                f"{str(file)!r}: the weight of {store!r} must be a number above 0, not {weight!r}"
+                f"{str(file)!r}: the weight of {store!r} must be a number above 0, from {LEAST_WEIGHT:g} to"
+                f" {1 / LEAST_WEIGHT:g}, not {weight!r:.60}"
             )
         folder = absolute(store) if is_remote(store) else file.parent / store
         if folder in stores:
             raise UserError(f"{str(file)!r} names {store!r} twice")
-        stores[folder] = float(weight)
+        stores[folder] = number
     return stores
 
 
