@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ladder_jax import checkpoint, config, decode, evaluate, nn, parallel, residual, schedule, train
+import ladder_jax as lj
+from ladder_jax import (
+    checkpoint,
+    config,
+    decode,
+    evaluate,
+    nn,
+    parallel,
+    pretrained,
+    residual,
+    schedule,
+    train,
+)
 from ladder_jax.data import store
 from ladder_jax.errors import UserError
 from tests import cases
@@ -350,6 +362,23 @@ WRONG = {
     "checkpoint.Store": (
         lambda: checkpoint.Store("a", config="tiny"),
         "config must be of type RunConfig, not 'tiny'",
+    ),
+    "from_pretrained": (
+        lambda: pretrained.from_pretrained(5),
+        "name must be of type str or PathLike, not 5",
+    ),
+    "pretrained.open": (
+        lambda: pretrained.open(None),
+        "name must be of type str or PathLike, not None",
+    ),
+    "lj.load": (lambda: lj.load(b"run"), "path must be of type str or PathLike, not a bytes"),
+    "write_huggingface": (
+        lambda: pretrained.write_huggingface(None, 5),
+        "destination must be of type str or PathLike, not 5",
+    ),
+    "Transformer(decode=)": (
+        lambda: lj.Transformer(CONFIG, params=params_of(), decode={"top_k": 3}),
+        "decode must be of type DecodeConfig or NoneType, not a dict",
     ),
     "data.Store": (lambda: store.Store(5), "folder must be of type str or PathLike, not 5"),
     "train_step": (

@@ -25,6 +25,7 @@ from ladder_jax.config import (
     RunConfig,
     parse_residual,
 )
+from ladder_jax.config.fields import check_type
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Generator, default_tensor
@@ -225,6 +226,7 @@ def save(source: Source, destination: str | os.PathLike, *, format: Format) -> N
     the format cannot express; RunFailed if writing fails, as for a full disk. Unfinished files are
     removed.
     """
+    check_type("destination", destination, str, os.PathLike)
     place = on_disk(destination).absolute()
     staging.check_room(place, size=source.nbytes)
     with staging.staged(place) as folder:
@@ -275,6 +277,7 @@ def locate(
     Hub only if nothing here has its first part, such as `runs` of `runs/tine`; `hf://org/name`
     always is.
     """
+    check_type("name", name, str, os.PathLike)
     given = str(name)
     on_hub = given.startswith(hub.PREFIX)
     if is_remote(name) and not on_hub:

@@ -66,6 +66,7 @@ class Transformer(nn.Transformer):
         too.
         """
         super().__init__(config, rngs=rngs, mesh=mesh, params=params)
+        check_type("decode", decode, DecodeConfig, type(None))
         if tokenizer is None and config.vocab_size == tokenizers.Bytes().vocab_size:
             tokenizer = tokenizers.Bytes()
         if tokenizer is not None:
@@ -226,6 +227,7 @@ def load(
     """What `Transformer.save` or a run wrote; as `from_pretrained`, which never asks the Hub
     here.
     """
+    check_type("path", path, str, os.PathLike)
     if not expanded(path).exists():
         raise UserError(f"there is no model at {str(path)!r}")
     return from_pretrained(path, mesh=mesh, dtype=dtype)
