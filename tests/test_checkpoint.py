@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import traverse_util
 
-from ladder_jax import cli, nn, train
+from ladder_jax import cli, nn, pretrained, train
 from ladder_jax.checkpoint import (
     Damaged,
     Pieces,
@@ -231,6 +231,24 @@ def test_only_padding_may_differ(name, shape, padded):
         refuses = pytest.raises(UserError, match=said)
         with contextlib.nullcontext() if axis == padded else refuses:
             check_shapes(tree(shape), tree(wanted), folder="run")
+
+
+def test_a_folder_by_way_of_its_parent(tmp_path, monkeypatch):
+    """As in `run.dir=../run`: tensorstore takes no such path, and every save failed, and a whole
+    checkpoint was called damaged. Where a link comes before, the parent is the link's target's.
+    """
+    (tmp_path / "elsewhere" / "here").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "here")
+    monkeypatch.chdir(tmp_path / "elsewhere" / "here")
+    definition, params = save("../run")
+    assert steps(tmp_path / "elsewhere" / "run") == [1]
+    opened = open_checkpoint("../run")
+    same = jax.tree.map(np.array_equal, opened.params(definition), params)
+    assert jax.tree.all(same)
+    assert pretrained.open("../run").model == definition.config
+    assert cli.main(["convert", "../run", str(tmp_path / "link" / ".." / "copy")]) == 0
+    copied = open_checkpoint(tmp_path / "elsewhere" / "copy").params(definition)
+    assert jax.tree.all(jax.tree.map(np.array_equal, copied, params))
 
 
 def test_paths_that_lead_nowhere(tmp_path):

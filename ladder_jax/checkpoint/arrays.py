@@ -272,7 +272,7 @@ def write_pieces(
     stores = {}
     for name, array in like.items():
         chunk = _rows(name, array)
-        within = database(folder.absolute())
+        within = database(folder)
         stores[name] = create(within, name, array, chunk=chunk, context=context).result()
     for key, values in pieces:
         part = _part_of(stores[key[0]], key)
