@@ -125,6 +125,8 @@ MISTAKES = [
     ),
     ("decode.prefill_chunk=0", "decode.prefill_chunk must be positive, not 0"),
     ("decode.top_k=-1", "decode.top_k must not be negative, not -1"),
+    ("decode.top_k=4294967296", "decode.top_k must be at most 2147483647, not 4294967296"),
+    ("decode.temperature=.inf", "decode.temperature must be at most 1e+30, not inf"),
     ("decode.top_p=0", "decode.top_p must be above 0 and at most 1, not 0"),
     ("decode.min_p=-0.1", "decode.min_p must be between 0 and 1, not -0.1"),
     (

@@ -235,6 +235,12 @@ class Quantize(enum.Enum):
     INT8 = "int8"  # 8 bits, one scale an output channel
 
 
+MOST = dict(max_new_tokens=2**31 - 1, top_k=2**31 - 1, temperature=1e30)
+"""Of decoding: larger integers are no int32; larger temperatures have no further effect, and could
+overflow.
+"""
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class DecodeConfig(Section):
     max_new_tokens: Count = 128
@@ -255,6 +261,9 @@ class DecodeConfig(Section):
     NAME = "decode"
 
     def _check(self) -> None:
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            check(value <= most, f"decode.{name} must be at most {most}, not {value}")
         check(0 < self.top_p <= 1, f"decode.top_p must be above 0 and at most 1, not {self.top_p}")
         check(
             self.interleave is Interleave.WHOLE or self.prefill_chunk > 1,

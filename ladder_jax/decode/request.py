@@ -25,8 +25,6 @@ SAMPLING = (
 )
 """The settings that a request shares with DecodeConfig."""
 
-MOST = dict(max_new_tokens=2**31 - 1, top_k=2**31 - 1, temperature=1e30)
-"""Larger integers are no int32; larger temperatures have no further effect, and could overflow."""
 STOP_CHARACTERS = 1000
 """The most that a stop string may have."""
 
@@ -87,9 +85,6 @@ class Request:
         checked = DecodeConfig(**{name: getattr(self, name) for name in SAMPLING})
         for name in SAMPLING:
             put(name, getattr(checked, name))
-        for name, most in MOST.items():
-            if getattr(self, name) > most:
-                raise UserError(f"{name} must be at most {most}, not {getattr(self, name)}")
         for name in ("prompt", "stop_ids"):
             tokens = getattr(self, name)
             put(name, whole_numbers(name, tokens))
