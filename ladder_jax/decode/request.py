@@ -299,12 +299,13 @@ class StopText:
         if self.stopped:
             return ""
         text = self._held + new
-        for end in range(len(self._held) + 1, len(text) + 1):
-            complete = [len(stop) for stop in self._stop if text.endswith(stop, 0, end)]
-            if complete:
-                self._held = ""
-                self.stopped = True
-                return text[: end - max(complete)]
+        begins = [(text.find(stop), stop) for stop in self._stop]
+        ends = [(begin + len(stop), begin) for begin, stop in begins if begin >= 0]
+        if ends:
+            _, begin = min(ends)
+            self._held = ""
+            self.stopped = True
+            return text[:begin]
         safe = len(text) - max((_begun(stop, text) for stop in self._stop), default=0)
         self._held = text[safe:]
         return text[:safe]
