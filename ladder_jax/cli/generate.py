@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 SLOTS = 8
 CONTEXT = 2048  # positions of a conversation
-# in each body of a batch
-BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")
 FORM = ("quantize", "interleave")  # settings of how a model is decoded, whatever is asked of it
 HTTP = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -140,7 +138,7 @@ def open_asked(args: argparse.Namespace, *, settings: Iterable[str]) -> Asked:
 
 
 def _one(asked: Asked) -> None:
-    from ladder_jax.decode import Generator, memory, steps
+    from ladder_jax.decode import memory, steps
 
     args = asked.args
     saved = asked.saved
@@ -150,7 +148,7 @@ def _one(asked: Asked) -> None:
     form = dict(loop=settings.loop, quantize=settings.quantize)
     capacity = len(request.prompt) + request.max_new_tokens
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
-    generator = Generator(definition, saved.reader(definition), **form)
+    generator = saved.generator(settings=settings, tensor=args.tensor)
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
     texts = itertools.chain(args.prompt, (piece.text for piece in pieces))
     for text in texts if args.stream else ["".join(texts)]:
@@ -191,6 +189,7 @@ def _jobs(asked: Asked) -> list[Job]:
     """The jobs in the file of prompts."""
     from ladder_jax.config import to_dict
     from ladder_jax.decode.engine import jsonl
+    from ladder_jax.decode.request import CHOOSING
 
     args = asked.args
     saved = asked.saved
@@ -206,7 +205,7 @@ def _jobs(asked: Asked) -> list[Job]:
     check_http("OpenAI's batch format")
     from ladder_jax.serve import batch
 
-    if given := [name for name in BATCHED if getattr(args, name) is not None]:
+    if given := [name for name in (*CHOOSING, "stop") if getattr(args, name) is not None]:
         option = given[0].replace("_", "-")
         raise UserError(
             f"--{option}: in OpenAI's batch format each line's body has its own settings"

@@ -23,7 +23,10 @@ def run(options: dict) -> None:
     from ladder_jax.serve.prepare import Terms
 
     args = argparse.Namespace(**options)
-    _check(args)
+    if not 0 <= args.drain_seconds < math.inf:
+        raise UserError(
+            f"--drain-seconds must be finite and not negative, not {args.drain_seconds}"
+        )
     parallel.use_compilation_cache()
     key = os.environ.get(KEY) if args.api_key is None else args.api_key
     if key is not None:
@@ -62,11 +65,6 @@ def run(options: dict) -> None:
             gate.wait(seconds, unless=failed)
     if failed():
         raise RuntimeError("the engine failed") from engine.error
-
-
-def _check(args: argparse.Namespace) -> None:
-    if not (math.isfinite(args.drain_seconds) and args.drain_seconds >= 0):
-        raise UserError(f"--drain-seconds must not be negative, not {args.drain_seconds}")
 
 
 def _say(line: str) -> None:

@@ -14,15 +14,9 @@ from ladder_jax.config.fields import check_type, shown
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import RunFailed, UserError, described
 
-SAMPLING = (
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-)
+CHOOSING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The settings by which a token is chosen."""
+SAMPLING = ("max_new_tokens", *CHOOSING, "seed")
 """The settings that a request shares with DecodeConfig."""
 
 STOP_CHARACTERS = 1000

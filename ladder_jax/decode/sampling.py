@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 
 from ladder_jax.config import DecodeConfig
-from ladder_jax.decode.request import Request
+from ladder_jax.decode.request import CHOOSING, Request
 from ladder_jax.parallel import all_max, all_ranks, all_reduce, anywhere, rank
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.scopes import CHOICE
@@ -44,7 +44,7 @@ temperatures draw the same tokens: already here, two different logits are furthe
 noise reaches.
 """
 
-OFF = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+OFF = {name: getattr(DecodeConfig, name) for name in CHOOSING}
 DTYPES = {**dict.fromkeys(OFF, np.float32), "top_k": np.int32}
 
 # scores that each rank sends to find a filter's threshold: 64 KiB for 16 rows over 8 ranks

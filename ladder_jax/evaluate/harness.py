@@ -26,14 +26,13 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from ladder_jax.decode import Request
-from ladder_jax.decode.request import ends
+from ladder_jax.decode.request import CHOOSING, ends
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, Model, open_model
 from ladder_jax.evaluate.perplexity import windows
 from ladder_jax.evaluate.scorer import Span
 from ladder_jax.terminal import progress
 
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 WITHOUT_EFFECT = {"num_beams": 1, "use_cache": True}
 
 
@@ -148,7 +147,7 @@ class LadderJax(TemplateLM):
         settings = normalize_gen_kwargs(given, self.max_gen_toks)
         new = settings.pop("max_gen_toks")
         stop = [one for one in settings.pop("until") if one]
-        sampled = {name: settings.pop(name) for name in SAMPLED if name in settings}
+        sampled = {name: settings.pop(name) for name in CHOOSING if name in settings}
         if not settings.pop("do_sample"):
             sampled = {
                 name: value for name, value in sampled.items() if name == "repetition_penalty"

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import Request
-from ladder_jax.decode.request import check_prompts, ends
+from ladder_jax.decode.request import CHOOSING, check_prompts, ends
 from ladder_jax.serve.answer import ChatForm, CompletionForm, Form
 from ladder_jax.serve.schema import Chat, Completion, GenerationBody, Message, Refusal
 
 MAX_TOKENS = 16
 """OpenAI's default for completions."""
-SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +80,7 @@ def prepare(
     if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options needs stream: true", param="stream_options")
     if isinstance(body, Chat):
+        terms.check_count(1, n=body.answers)
         prompts = [_conversation(body, terms, now=now)]
         form = ChatForm
         asked = body.max_completion_tokens or body.max_tokens
@@ -92,7 +92,6 @@ def prepare(
         asked = body.max_tokens
         default = MAX_TOKENS
         logprobs = body.logprobs is not None
-    terms.check_count(len(prompts), n=body.answers)
     new_tokens = [terms.new_tokens(prompt, asked=asked, default=default) for prompt in prompts]
     check_prompts(prompts, vocab_size=terms.vocab_size)  # token by token: those that have room
     if body.seed is not None:
@@ -100,7 +99,7 @@ def prepare(
     elif seed is None:
         seed = secrets.randbits(32)
     stops = ends(() if body.stop is None else body.stop, tokenizer=terms.tokenizer)
-    settings = {"temperature": 1.0, **body.model_dump(include=SAMPLING, exclude_none=True)}
+    settings = {"temperature": 1.0, **body.model_dump(include={*CHOOSING}, exclude_none=True)}
     requests = [
         Request(
             prompt,

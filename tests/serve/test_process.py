@@ -119,8 +119,8 @@ def test_an_error_in_the_engine_ends_the_process(start, openai):
 
 MISTAKES = {
     ("--capacity", "1"): "capacity must be at least 2, not 1",
-    ("--drain-seconds", "-1"): "--drain-seconds must not be negative, not -1.0",
-    ("--drain-seconds", "nan"): "--drain-seconds must not be negative, not nan",
+    ("--drain-seconds", "-1"): "--drain-seconds must be finite and not negative, not -1.0",
+    ("--drain-seconds", "nan"): "--drain-seconds must be finite and not negative, not nan",
     ("--port", "70000"): "a port is from 0 to 65535, not 70000",
     ("--host", "no such host"): "cannot listen at no such host, port 0: ",
     ("--host", "a..b"): "cannot listen at a..b, port 0: ",
