@@ -30,8 +30,6 @@ from ladder_jax.decode.engine import (
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.serve.answer import Form
 from ladder_jax.serve.middleware import (
-    BODY_BYTES,
-    BODY_SECONDS,
     CLIENT_CLOSED_REQUEST,
     CONTENT_TYPE,
     Gate,
@@ -50,25 +48,23 @@ PATHS = (*BODIES, "/health", "/metrics", "/v1/models", "/openapi.json")
 class Service:
     """What answers requests. engine: runs in its own thread, with the tokenizer's bytes as its
     decoder.
-
-    large_bodies: held while a large body is read, so that small ones get threads and Python's lock.
     """
 
     engine: Engine
     terms: Terms
-    body_bytes: int = BODY_BYTES
-    body_seconds: float = BODY_SECONDS
-    large_bodies: asyncio.Semaphore = dataclasses.field(
-        default_factory=lambda: asyncio.Semaphore(1)
-    )
 
     @functools.cached_property
     def metrics(self) -> Metrics:
         return Metrics(self.engine, paths=PATHS)
 
+    @functools.cached_property
+    def large_bodies(self) -> asyncio.Semaphore:
+        """Held while a large body is read, so that small ones get threads and Python's lock."""
+        return asyncio.Semaphore(1)
+
     async def answer(self, http: fastapi.Request, kind: type[GenerationBody]) -> Response:
         """A whole answer, or its stream. Raises Refusal or UserError."""
-        content = await read_body(http, most=self.body_bytes, seconds=self.body_seconds)
+        content = await read_body(http)
         alone = self.large_bodies if len(content) > SMALL_BODY else contextlib.nullcontext()
         # In a thread: to read and tokenize a long body would block the event loop.
         async with alone:

@@ -216,22 +216,20 @@ class Gate:
             )
 
 
-async def read_body(
-    http: fastapi.Request, *, most: int = BODY_BYTES, seconds: float = BODY_SECONDS
-) -> bytes:
+async def read_body(http: fastapi.Request) -> bytes:
     """Raises Refusal for a body that is too large, too slow, or not JSON.
 
     Starlette's own limit answers in plain text, and waits for as long as it takes.
     """
     content = bytearray()
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(BODY_SECONDS):
             async for part in http.stream():
                 content += part
-                if len(content) > most:
-                    raise Refusal(413, f"the request's body may have {most} bytes")
+                if len(content) > BODY_BYTES:
+                    raise Refusal(413, f"the request's body may have {BODY_BYTES} bytes")
     except TimeoutError:
-        message = f"the request's body did not come within {seconds:g} seconds"
+        message = f"the request's body did not come within {BODY_SECONDS:g} seconds"
         raise Refusal(408, message, headers={"Connection": "close"}) from None
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content and kind != CONTENT_TYPE:

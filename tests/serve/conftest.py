@@ -75,12 +75,12 @@ def serving():
     """Serves an engine of this process while inside; gives the gate and its address."""
 
     @contextlib.contextmanager
-    def within(engine, *, tokenizer=None, key=None, max_new_tokens=CAPACITY - 1, **limits):
+    def within(engine, *, tokenizer=None, key=None, max_new_tokens=CAPACITY - 1):
         sizes = dict(
             capacity=engine.capacity, max_queue=engine.max_queue, max_new_tokens=max_new_tokens
         )
         terms = Terms(MODEL, tokenizer or Bytes(), 256, chat_tokens=max_new_tokens, **sizes)
-        gate = app.create(app.Service(engine, terms, **limits), key=key)
+        gate = app.create(app.Service(engine, terms), key=key)
         with server.listening(gate, sock := server.bind("127.0.0.1", 0)), engine:
             yield gate, server.url(sock)
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ladder_jax.errors import UserError
-from ladder_jax.serve import server
+from ladder_jax.serve import middleware, server
 from tests.serve.conftest import CAPACITY, MODEL, ask, connected, metric, official
 
 LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
@@ -135,8 +135,9 @@ def test_a_key(engine, serving, openai):
                 client.models.list()
 
 
-def test_bodies_that_are_too_large(engine, serving):
-    with serving(engine, body_bytes=1000) as (_, url):
+def test_bodies_that_are_too_large(engine, serving, monkeypatch):
+    monkeypatch.setattr(middleware, "BODY_BYTES", 1000)
+    with serving(engine) as (_, url):
         for size in (1001, 3000, 10**6):
             status, _, answer = ask(url, body=b" " * size)
             assert status == 413
@@ -148,8 +149,9 @@ def test_bodies_that_are_too_large(engine, serving):
         assert not engine.busy
 
 
-def test_bodies_that_are_too_slow(engine, serving):
-    with serving(engine, body_seconds=0.3) as (_, url):
+def test_bodies_that_are_too_slow(engine, serving, monkeypatch):
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.3)
+    with serving(engine) as (_, url):
         with raw(url, b"{", head="Content-Length: 9") as sock:
             assert b" 408 " in sock.recv(4096).splitlines()[0]
         with raw(url, b"{", head="Content-Length: 9"):
