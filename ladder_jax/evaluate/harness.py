@@ -10,9 +10,11 @@ made, tokenized and judged by the harness; only log-likelihoods and texts come f
 """
 
 import contextlib
+import inspect
 import io
 import itertools
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,11 +29,11 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from ladder_jax.decode import Request
 from ladder_jax.decode.request import CHOOSING, ends
-from ladder_jax.errors import UserError
+from ladder_jax.errors import RunFailed, UserError, one_line, unknown
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, Model, open_model
 from ladder_jax.evaluate.perplexity import windows
 from ladder_jax.evaluate.scorer import Span
-from ladder_jax.terminal import progress
+from ladder_jax.terminal import progress, say
 
 WITHOUT_EFFECT = {"num_beams": 1, "use_cache": True}
 
@@ -47,7 +49,7 @@ class LadderJax(TemplateLM):
 
     def __init__(
         self,
-        checkpoint: str | Model,
+        checkpoint: str | Model = "",
         *,
         max_length: int | None = None,
         max_gen_toks: int = MAX_NEW_TOKENS,
@@ -58,6 +60,10 @@ class LadderJax(TemplateLM):
         **how: Any,
     ):
         super().__init__()
+        theirs = inspect.signature(open_model).parameters.keys() - {"name", "window", "prefix"}
+        for name in how.keys() - theirs:
+            ours = ("checkpoint", "max_length", "max_gen_toks", "prefix_token_id")
+            raise unknown("argument", name, (*ours, *sorted(theirs)))
         if not isinstance(checkpoint, Model):
             checkpoint = open_model(checkpoint, window=max_length, prefix=prefix_token_id, **how)
         self.model = checkpoint
@@ -130,8 +136,8 @@ class LadderJax(TemplateLM):
     def _all[T](self, results: Iterator[tuple[int, T]], total: int, *, quiet: bool) -> list[T]:
         """In the order of their indices. Shows how many have come."""
         found = {}
-        say = (lambda line: None) if quiet else None
-        with progress(total, label="{done}/{total} requests", say=say) as update:
+        silent = (lambda line: None) if quiet else None
+        with progress(total, label="{done}/{total} requests", say=silent) as update:
             for index, result in results:
                 found[index] = result
                 update(len(found), "")
@@ -250,7 +256,17 @@ class LocalTask(ConfigurableTask):
         return found
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """The harness's command line. What our model refuses is one line, as of `ladder-jax`."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except (UserError, RunFailed) as error:
+        say(f"ladder-jax: {one_line(str(error))}")
+        return getattr(error, "status", 2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -291,6 +291,24 @@ def test_by_name(run):
     assert made.tok_encode("é") == [195, 169]
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("checkpoint=nowhere", "there is no model at 'nowhere'"),
+        ("checkpiont=nowhere", "unknown argument 'checkpiont'; did you mean 'checkpoint'?"),
+        ("checkpoint=nowhere,window=9", "unknown argument 'window' (allowed: checkpoint, max_l"),
+        ("checkpoint=nowhere,tenser=2", "unknown argument 'tenser'; did you mean 'tensor'?"),
+    ],
+)
+def test_a_mistake_of_its_command_is_one_line(arguments, message, monkeypatch, capsys):
+    from ladder_jax.evaluate import harness
+
+    command = f"lm_eval --model ladder_jax --model_args {arguments} --tasks gsm8k"
+    monkeypatch.setattr("sys.argv", command.split())
+    assert harness.main() == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"ladder-jax: {message}")
+
+
 @pytest.mark.hf
 @pytest.mark.filterwarnings("ignore")  # PyTorch's and transformers' own
 def test_a_hugging_face_model_by_pytorch(harness, tmp_path):
