@@ -4,6 +4,7 @@ cannot take.
 
 import functools
 import types
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -148,6 +149,26 @@ def test_run_on_one_device_and_over_a_list():
         x, [stacked[n] for n in range(len(STACKED))]
     )
     assert cases.error(on_ranks(of_list), expected) < LIMIT
+
+
+class Weights(NamedTuple):
+    attention: Any
+    mlp: Any
+    other: Any = 0
+
+
+@pytest.mark.parametrize("loop, ladder_layers", [("scan", None), ("scan", "2"), ("unrolled", None)])
+@pytest.mark.parametrize("form", [Weights, lambda *stacks: stacks])
+def test_run_over_a_tuple_of_stacks(form, loop, ladder_layers):
+    """Which is no layer's own, whatever its length, and where a layer stands alone."""
+    if loop == "unrolled" and form is not Weights:
+        pytest.skip("there a plain tuple is of each layer's own")
+    topology = residual.topology("ladder", num_layers=3, ladder_layers=ladder_layers)
+    run = functools.partial(residual.run, topology, axes=(), loop=loop)
+    of_each = lambda layer: pair(jnp.stack(layer[:2]))
+    stacks = form(STACKED[:, 0], STACKED[:, 1], np.zeros(3))
+    expected = run(pair, jnp.asarray(X), params=STACKED)
+    assert cases.error(run(of_each, jnp.asarray(X), params=stacks), expected) < LIMIT
 
 
 def half(weights):

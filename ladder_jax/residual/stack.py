@@ -76,12 +76,13 @@ def _run(
         check(rows % 2 == 0, f"interleave=2 takes halves of the rows, and {rows} is odd")
         wire = Interleaved(wire, at=rows // 2)
     steps = wire.layers(topology.layers)
-    own = execution.loop is Loop.UNROLLED and isinstance(params, list | tuple)
+    own = execution.loop is Loop.UNROLLED and type(params) in (list, tuple)  # no named tuple
     if own:
         params = tuple(params)
         counts = {len(params)}
     else:
         without = "an array without layers"
+        params = [params]  # as `run_layers` takes any tuple for each layer's own
         arrays = jax.tree.leaves(params)
         counts = {a.shape[0] if getattr(a, "ndim", 0) else without for a in arrays}
     held = ", ".join(sorted(map(str, counts))) or "none"
@@ -95,7 +96,7 @@ def _run(
     names = names if topology.farskip else ("attention", "MLP")
 
     def of_layer(layer):
-        sublayers = blocks(layer)
+        sublayers = blocks(layer if own else layer[0])
         if len(sublayers) != len(names):
             raise UserError(
                 f"a layer of this topology has the sublayers ({', '.join(names)}), not {len(sublayers)}"
