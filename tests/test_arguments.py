@@ -103,6 +103,34 @@ def test_and_by_the_compiled_function():
     assert np.isfinite(program(params_of(), TOKENS)).all()
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda params, tokens: train.loss_and_gradients(DEFINITION)(params, tokens)[0],
+        jax.jit(lambda params, tokens: train.loss_and_gradients(DEFINITION)(params, tokens)[0]),
+        lambda params, tokens: train.mean_loss(DEFINITION)(params, tokens),
+        lambda params, tokens: stepped(params, tokens),
+    ],
+    ids=["loss_and_gradients", "compiled", "mean_loss", "train_step"],
+)
+def test_and_by_training(program):
+    """Likewise of tokens that are no integers, or no rows for this mesh."""
+    with pytest.raises(UserError, match="params.layers.attention.key has the shape"):
+        program(other(num_layers=2), TOKENS)
+    with pytest.raises(UserError, match="tokens must be integers, not float32"):
+        program(params_of(), TOKENS.astype(np.float32))
+    with pytest.raises(UserError, match=r"tokens must be \[B, T\] .*, not \(6,\)"):
+        program(params_of(), TOKENS[0])
+    assert np.isfinite(program(params_of(), TOKENS.astype(np.uint8)))
+
+
+def stepped(params, tokens):
+    """The loss of a training step from `params`."""
+    settings = dict(config=config.TrainConfig())
+    state = train.initial_state(DEFINITION, params=params, **settings)
+    return train.train_step(DEFINITION, **settings)(state, tokens)[1]["loss"]
+
+
 def test_what_no_model_is_made_of():
     for wrong in ("tiny", {"num_layers": 1}, None):
         with pytest.raises(UserError, match="a Transformer takes a ModelConfig, such as preset"):
@@ -135,6 +163,8 @@ def test_tokens_outside_the_vocabulary():
                 UserError, match=rf"token {wrong} is not in the vocabulary of 251 \(0 to 250\)"
             ):
                 model(kind(np.where(np.arange(12).reshape(2, 6) == 7, wrong, TOKENS)))
+    with pytest.raises(UserError, match="token 251 is not in"):
+        train.mean_loss(DEFINITION)(params_of(), np.full((2, 6), 251))
     with pytest.raises(UserError, match="token 4294967296 is not in"):
         model(np.full((2, 6), 2**32))
     for wrong in (TOKENS + 0.5, jnp.ones((2, 6)), TOKENS > 3):

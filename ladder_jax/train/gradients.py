@@ -4,6 +4,7 @@ every gradient.
 Read from the top: `task_gradients` -> `_accumulate` -> `_loss_sum` -> `Pretraining.loss_sum`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from ladder_jax.config import Loop, Phase, TrainConfig
 from ladder_jax.config.fields import check, check_type
 from ladder_jax.data.packing import Batch, Targets
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.nn.model_def import check_params, checked_tokens
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
 from ladder_jax.parallel.collectives import EMULATED
 from ladder_jax.scopes import DATA_GRADIENTS, LOSS, SHARED_GRADIENTS
@@ -192,9 +194,14 @@ def task_gradients(
             lambda g, dims: _reduce_gradient(g, dims, layout), gradients, dims
         )
 
-    return on_mesh(
+    meshed = on_mesh(
         local, layout=layout, in_dims=(dims, task.frozen_dims, "BT", ""), out_dims=(("", ""), dims)
     )
+
+    def checked(trained, frozen, batch, scheduled):
+        return meshed(trained, frozen, _checked(batch, task, trained=trained), scheduled)
+
+    return checked
 
 
 def mean_loss(
@@ -203,8 +210,9 @@ def mean_loss(
     """A compiled (params, tokens [B, T+1] or a Batch) -> mean loss in nats a token, for
     evaluation.
     """
-    compiled = held_out_loss(Pretraining(definition), loop=loop)
-    return lambda params, batch: compiled(params, {}, batch)
+    task = Pretraining(definition)
+    compiled = held_out_loss(task, loop=loop)
+    return lambda params, batch: compiled(params, {}, _checked(batch, task, trained=params))
 
 
 def held_out_loss(task: TrainingTask, *, loop: Loop = Loop.SCAN) -> Compiled:
@@ -224,11 +232,24 @@ def held_out_loss(task: TrainingTask, *, loop: Loop = Loop.SCAN) -> Compiled:
     meshed = on_mesh(
         local, layout=layout, in_dims=(task.trained_dims, task.frozen_dims, "BT"), out_dims=""
     )
-    without_teacher = lambda trained, frozen, batch: meshed(
-        trained, {n: frozen[n] for n in task.frozen_dims}, batch
-    )
+
+    def without_teacher(trained, frozen, batch):
+        read = {name: frozen[name] for name in task.frozen_dims}
+        return meshed(trained, read, _checked(batch, task, trained=trained))
+
     traits = task.definition.traits(config.execution, phase=Phase.PREFILL)
     return Compiled(without_teacher, mesh=layout.mesh, traits=traits)
+
+
+def _checked(batch: Any, task: TrainingTask, *, trained: Params) -> Any:
+    """`batch`, for parameters that must be the task's: a scan would run as many layers of others."""
+    definition = task.definition
+    check_params(trained, expected=task.abstract)
+    ranks = definition.layout.batch_ranks
+    settings = dict(batch_ranks=ranks, vocab_size=definition.config.vocab_size)
+    if isinstance(batch, Batch):
+        return dataclasses.replace(batch, tokens=checked_tokens(batch.tokens, **settings))
+    return checked_tokens(batch, **settings)
 
 
 def _accumulate(

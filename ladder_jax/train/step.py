@@ -20,6 +20,7 @@ from ladder_jax.config import Phase, TrainConfig
 from ladder_jax.config.fields import check_type
 from ladder_jax.data.packing import Batch
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.nn.model_def import check_params
 from ladder_jax.nn.parameter import is_matrix
 from ladder_jax.parallel import Compiled, apart, on_own_mesh
 from ladder_jax.scopes import GRADIENT_NORM
@@ -196,9 +197,11 @@ def initial_state(
     """The state before the first step, on its devices. params: what trains (default: new
     weights).
     """
+    check_type("config", config, TrainConfig)
     task = task or Pretraining(definition)
     if params is None:
         params = nn.initialize(definition, seed=config.seed)
+    check_params(params, expected=task.abstract)
     without = lambda state: dataclasses.replace(state, params=None)  # which are not copied
     first = _first(config, task)
     shapes = abstract_state(definition, config=config, task=task)
