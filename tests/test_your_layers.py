@@ -336,6 +336,18 @@ def test_a_stack_that_changes_nothing_may_be_closed_over():
     assert cases.error(closed(X), nnx.jit(lambda stack, x: stack(x))(stack, X)) < LIMIT
 
 
+def test_a_stacks_graph_is_a_static_argument():
+    """As flax's guides have it; and a wrong setting is said where it is made."""
+    settings = dict(topology=THREE, axes=(), sublayers=lambda layer: (layer.first, layer.second))
+    make = lambda **more: residual.Stack(Pair, rngs=nnx.Rngs(0), **settings, **more)
+    call = jax.jit(lambda graph, params: nnx.merge(graph, params)(X), static_argnums=0)
+    first, second = nnx.split(make()), nnx.split(make())
+    assert hash(first[0]) == hash(second[0])
+    assert cases.error(call(*first), make()(jnp.asarray(X))) < LIMIT
+    with pytest.raises(UserError, match="unknown value for loop: 'scann'; did you mean 'scan'"):
+        make(loop="scann")
+
+
 def test_compile_options_are_those_of_the_tables_traits(monkeypatch):
     """By words, for hardware that is not here: as the library's own programs of that kind are
     compiled.

@@ -51,8 +51,8 @@ def run(
     Raises UserError for params of another number of layers, for layers of another number of
     sublayers, and for a sublayer that reduces its own output.
     """
-    settings = dict(axes=axes, loop=loop, remat=remat, interleave=interleave)
-    return _run(topology, blocks, x, params=params, **settings)[0]
+    execution = Execution(loop=loop, remat=remat, interleave=interleave)
+    return _run(topology, blocks, x, params=params, axes=axes, execution=execution)[0]
 
 
 def _run(
@@ -62,16 +62,13 @@ def _run(
     *,
     params: Any,
     axes: Axes,
-    loop: Loop | str,
-    remat: Remat | str,
-    interleave: int,
+    execution: Execution,
     changed: Callable[[], Any] | None = None,
 ) -> tuple[Array, Any]:
     """`run`, and what `changed` returns after each layer's sublayers, stacked."""
     check_type("topology", topology, Topology)
-    execution = Execution(loop=loop, remat=remat, interleave=interleave)
     wire = topology.wire(axes)
-    if interleave == 2:
+    if execution.interleave == 2:
         rows = x.shape[0]
         check(rows % 2 == 0, f"interleave=2 takes halves of the rows, and {rows} is odd")
         wire = Interleaved(wire, at=rows // 2)
@@ -105,7 +102,7 @@ def _run(
 
     def body(state, extra, layer, cache, steps):
         sublayers = [lambda x, of=of: of(x).astype(dtype) for of in of_layer(layer)]
-        sublayers = (sublayers, sublayers) if interleave == 2 else sublayers
+        sublayers = (sublayers, sublayers) if execution.interleave == 2 else sublayers
         for step in steps:
             with jax.named_scope("_".join(f"sublayer_{index}" for index in step.sublayers)):
                 state = wire.advance(state, step, sublayers)
@@ -160,7 +157,9 @@ class Stack(nnx.Module):
         check_type("rngs", rngs, nnx.Rngs)
         self.topology = topology
         self.sublayers = sublayers
-        self.settings = dict(axes=axes, loop=loop, remat=remat, interleave=interleave)
+        # hashable, so that the graph can be a static argument of jax.jit
+        self.axes = axes
+        self.execution = Execution(loop=loop, remat=remat, interleave=interleave)
         create = nnx.split_rngs(splits=topology.num_layers)(nnx.vmap(lambda rngs: layer(rngs=rngs)))
         self.layers = create(rngs)
 
@@ -184,8 +183,8 @@ class Stack(nnx.Module):
             after = _values(module)
             return {path: after[path] for path in before if after[path] is not before[path]}
 
-        settings = dict(params=params, changed=changed, **self.settings)
-        stream, updated = _run(self.topology, blocks, x, **settings)
+        settings = dict(axes=self.axes, execution=self.execution, changed=changed)
+        stream, updated = _run(self.topology, blocks, x, params=params, **settings)
         if updated:
             nnx.update(self.layers, traverse_util.unflatten_dict(updated))
         return stream
