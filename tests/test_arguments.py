@@ -222,6 +222,10 @@ WRONG = {
         lambda: residual.topology("ladder", num_layers=0),
         "a whole number of at least 1, not 0",
     ),
+    "topology(ladder_layers=) of a desync": (
+        lambda: residual.topology("desync-2", num_layers=2, ladder_layers="1"),
+        "ladder_layers needs a residual whose layers stand alone, not 'desync-2'",
+    ),
     "topology(ladder_layers=)": (
         lambda: residual.topology("ladder", num_layers=2, ladder_layers=1.5),
         "ladder_layers must be of type str, not 1.5",

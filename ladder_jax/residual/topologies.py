@@ -27,7 +27,7 @@ import jax
 from jax.sharding import Mesh
 
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, layer_indices, parse_residual
-from ladder_jax.config.fields import check_type, member
+from ladder_jax.config.fields import check, check_type, member
 from ladder_jax.errors import UserError, described
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.compiled import compile_options
@@ -180,6 +180,10 @@ def topology(
     if ladder_layers is not None:
         chosen = layer_indices(ladder_layers, num_layers)
     layers = [layer in chosen for layer in range(num_layers)]
+    check(
+        parsed.reduces_every_output or all(layers),
+        f"ladder_layers needs a residual whose layers stand alone, not {name!r}",
+    )
     return Topology(
         delays=sum((of_kind if ladder else (0, 0) for ladder in layers), ()),
         joint=tuple(ladder and parsed.kind.startswith("parallel") for ladder in layers),
