@@ -220,6 +220,9 @@ REFUSED = [
     (dict(blocks=lambda weights: pair(weights)[:1]), r"\(attention, MLP\), not 1"),
     (dict(blocks=double), r"must return \[B, T, D\] as it reads, \(2, 4, 8\), not \(2, 4, 16\)"),
     (dict(axes="tensor"), r"a tuple of the mesh's axes, as in \('tensor',\), not 'tensor'"),
+    (dict(axes=None), "axes must be a tuple of the mesh's axes' names, not None"),
+    (dict(axes=(0,)), r"axes must be a tuple of the mesh's axes' names, not \(0,\)"),
+    (dict(x=np.ones((2, 4, 8), int)), "x must be of floating point, not int"),
     (dict(axes=("tensr",)), "unknown mesh axis 'tensr'; did you mean 'tensor'"),
 ]
 
@@ -235,6 +238,8 @@ def test_what_run_refuses(settings, said):
 def test_without_ranks():
     with pytest.raises(UserError, match="no ranks of 'tensor' here: call it inside jax.shard_map"):
         of_run("ladder")(jnp.asarray(X), STACKED)
+    with pytest.raises(UserError, match="x must be of floating point, not int"):
+        residual.begin(jnp.arange(8), topology=THREE, axes=())
     one = residual.begin(jnp.asarray(X), topology=THREE, axes=())  # one rank, without a mesh
     assert one.residual.shape == X.shape
 

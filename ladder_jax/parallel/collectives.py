@@ -183,6 +183,8 @@ def check_axes(axes: Axes) -> None:
     """
     if isinstance(axes, str):
         raise UserError(f"axes must be a tuple of the mesh's axes, as in ({axes!r},), not {axes!r}")
+    if not isinstance(axes, tuple | list) or not all(isinstance(axis, str) for axis in axes):
+        raise UserError(f"axes must be a tuple of the mesh's axes' names, not {axes!r:.60}")
     for axis in axes:
         try:
             lax.axis_size(axis)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import all_reduce, pvary, ranks, varying
 from ladder_jax.parallel.collectives import Axes, check_axes, named, opaque_copy
@@ -364,6 +365,11 @@ class AllReduce:
     def flush(self, state: State) -> Array:
         """The final stream: everything still pending is reduced and added."""
         return add(state.residual, (*state.sums, self.reduce(state.partial, PREVIOUS)))
+
+
+def check_stream(x: Array) -> None:
+    """Raises UserError for one of integers, which would cut off what is added to it."""
+    check(jnp.issubdtype(x.dtype, jnp.inexact), f"x must be of floating point, not {x.dtype}")
 
 
 def add(stream: Array, sums: Sequence[Array | None]) -> Array:

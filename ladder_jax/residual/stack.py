@@ -16,7 +16,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import Axes, pvary, rank
 from ladder_jax.residual.interleave import Interleaved
 from ladder_jax.residual.loop import run_layers
-from ladder_jax.residual.recurrence import Sublayer
+from ladder_jax.residual.recurrence import Sublayer, check_stream
 from ladder_jax.residual.topologies import Topology
 
 # one layer's parameters -> its sublayers (attention, MLP)
@@ -67,6 +67,7 @@ def _run(
 ) -> tuple[Array, Any]:
     """`run`, and what `changed` returns after each layer's sublayers, stacked."""
     check_type("topology", topology, Topology)
+    check_stream(x)
     wire = topology.wire(axes)
     if execution.interleave == 2:
         rows = x.shape[0]

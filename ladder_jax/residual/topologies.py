@@ -33,7 +33,7 @@ from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.compiler_options import Overlap, Split, Traits
 from ladder_jax.parallel.mesh import NamedMesh
-from ladder_jax.residual.recurrence import AllReduce, State, Step
+from ladder_jax.residual.recurrence import AllReduce, State, Step, check_stream
 from ladder_jax.residual.wires.desync import Desynced, Silent
 
 ROUTED, SHARED = 1, 2  # of a farskip layer's sublayers
@@ -214,6 +214,7 @@ def begin(x: jax.Array, *, topology: Topology, axes: Axes) -> State:
     `fill`.
     """
     check_type("topology", topology, Topology)
+    check_stream(x)
     return topology.wire(axes).begin(x, topology.layers[0][0])
 
 
