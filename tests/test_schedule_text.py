@@ -153,6 +153,22 @@ def test_what_is_not_a_schedule_is_refused():
         schedule.assert_hidden(WINDOW.replace("BETWEEN", "").replace("all-reduce-", "copy-"))
 
 
+@pytest.mark.parametrize(
+    "flops, said",
+    [
+        ({"attn": 1}, "unknown sublayer 'attn'; did you mean 'attention'?"),
+        ({"attention": 0}, "sublayer_flops of attention must be above 0, not 0"),
+        ({"mlp": "1"}, "sublayer_flops of mlp must be above 0, not '1'"),
+        ({"joint": float("nan")}, "sublayer_flops of joint must be above 0, not nan"),
+        (3, "sublayer_flops must be a dict, not 3"),
+    ],
+)
+def test_flops_that_measure_nothing_are_refused(flops, said):
+    with pytest.raises(UserError) as caught:
+        schedule.audit(WINDOW.replace("BETWEEN", MATMUL), sublayer_flops=flops)
+    assert str(caught.value).startswith(said)
+
+
 def test_an_unknown_form_is_named():
     """Rather than left out: an all-gather that a custom call runs, or any other caller, an
     operation of another name, and a message to another device, but none to the host.

@@ -9,6 +9,7 @@ the compiler generated, from its kind and its mesh axes.
 """
 
 import contextlib
+import numbers
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -146,12 +147,17 @@ def read(
         number of reductions.
     experts: the model's (see `cost.Costs`).
     """
-    for name in sublayer_flops or ():
+    flops = {} if sublayer_flops is None else sublayer_flops
+    if not isinstance(flops, Mapping):
+        raise UserError(f"sublayer_flops must be a dict, not {described(flops)}")
+    for name, of_one in flops.items():
         if name not in SUBLAYERS:
             raise unknown("sublayer", name, SUBLAYERS)
+        if not isinstance(of_one, numbers.Real) or not of_one > 0:
+            raise UserError(f"sublayer_flops of {name} must be above 0, not {described(of_one)}")
     costs = Costs(program, experts=experts)
     found = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
-    ours = found if sublayer_flops else []  # programs whose layers may gather their weights
+    ours = found if flops else []  # programs whose layers may gather their weights
     gathers = [c for c in ours if _moves_layer_weights(c, GATHER, "all-gather")]
     scatters = [c for c in ours if _moves_layer_weights(c, SCATTER, "reduce-scatter")]
     reduced = [c for c in found if LAUNCH in c.op_name or ENTER in c.op_name]
@@ -162,7 +168,6 @@ def read(
     others = [c for c in found if c not in reduced + gathers + scatters and c.ranks != 1]
     total = costs.flops_of(program.entry.instructions).total()
     mean = total / max(1, sum(c.executions * c.operands for c in reduced))
-    flops = sublayer_flops or {}
     default = flops.get("attention", mean)
 
     def judged(role: Role, collective: Collective) -> Transfer:
