@@ -46,8 +46,10 @@ def expanded(path: str | os.PathLike) -> AnyPath:
 
 
 def local_path(path: str | os.PathLike) -> pathlib.Path:
-    """With `~` expanded. As in a shell, `~name` stays where there is no user of that name."""
-    return pathlib.Path(os.path.expanduser(path))
+    """With `~` expanded. As in a shell, `~name` stays where there is no user of that name. `//` at
+    the beginning becomes `/`: tensorstore refuses it.
+    """
+    return pathlib.Path(re.sub("^//+", "/", os.path.expanduser(path)))
 
 
 def on_disk(path: str | os.PathLike) -> pathlib.Path:

@@ -140,7 +140,7 @@ def test_orbax_reads_it(saved):
 @pytest.mark.parametrize("name", ["run[1]", "run?", "run*", "run\\1", "run {a,b} #1%41"])
 def test_a_folder_of_any_name(tmp_path, name):
     """None is a pattern, which another run's folder matches."""
-    for folder in (tmp_path / "run1", tmp_path / name):
+    for folder in (tmp_path / "run1", f"/{tmp_path}/{name}"):
         saving = Store(folder, config=RunConfig(train=RECIPE))
         saving.save(1, **SMALL)
         saving.close()
