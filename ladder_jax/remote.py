@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}
 """The packages that implement the schemes for fsspec. They are not among our dependencies."""
 
+DRIVERS = {"gs": "gcs", "s3": "s3"}  # tensorstore's
 RETRIED = 90.0  # seconds: an outage of a minute costs nothing
 
 
@@ -68,10 +69,11 @@ def kvstore(folder: "epath.Path") -> dict[str, Any]:
     has to be given it. Without `use_conditional_write` it asks such a store first and writes then,
     so two runs could take one lock.
     """
-    import tensorstore
-
-    spec = tensorstore.KvStore.Spec(f"{os.fspath(folder)}/").to_json()
-    if spec["driver"] == "s3":
+    scheme, _, place = os.fspath(folder).partition("://")
+    bucket, _, path = place.partition("/")
+    # no URL, in which % and # would mean something
+    spec = {"driver": DRIVERS[scheme], "bucket": bucket, "path": f"{path}/" if path else ""}
+    if scheme == "s3":
         spec["use_conditional_write"] = True
         for field, names in _S3_SETTINGS.items():
             if value := next((os.environ[name] for name in names if os.environ.get(name)), None):

@@ -331,6 +331,18 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
         Store(where)
 
 
+def test_a_name_that_is_no_url(away):
+    """Of a%41 the arrays were in aA, which may be another run; of a#1 there were none."""
+    name = "odd/a%41#1|é 100%"
+    params = dict(a=np.ones(3, np.float32))
+    saving = checkpoint.Store(away.url(name), config=RunConfig())
+    saving.save(1, params=params, optimizer=params)
+    saving.close()
+    assert saving.failure() is None
+    assert verify(absolute(away.url(name)) / "1") == []
+    assert all(key.startswith(f"{name}/1/") for key, _ in away.bucket.sorted("odd/"))
+
+
 @pytest.mark.parametrize(
     "read, what", [(open_checkpoint, "checkpoint"), (open_model, "model"), (Store, "token store")]
 )
