@@ -436,7 +436,19 @@ def test_killed_before_the_manifest(copy, monkeypatch):
     assert steps(copy) == steps(str(copy)) == [10, 20, 30]
     opened(copy).close()
     assert sorted(os.listdir(copy)) == ["10", "20", "30"]
-    assert verify(copy / "30") == []
+    assert verify(copy / "30") == verify(str(copy / "30")) == []
+
+
+def test_a_step_is_a_whole_number(copy):
+    """As NumPy has it, too; a folder of another name would not count."""
+    saving = opened(copy)
+    for step in ("40", 40.0, -1, None):
+        with pytest.raises(UserError, match="step must be "):
+            saving.save(step, **SMALL)
+    saving.save(np.int64(40), **SMALL)
+    saving.close()
+    assert saving.failure() is None
+    assert open_checkpoint(copy).step == 40
 
 
 def test_an_older_one_goes_only_after_the_new_one_is_whole(copy, monkeypatch):

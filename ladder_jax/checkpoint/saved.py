@@ -274,10 +274,11 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     )
 
 
-def verify(folder: AnyPath) -> list[str]:
+def verify(folder: str | AnyPath) -> list[str]:
     """Reads all files of one step's folder; one line for each damaged file. Empty if intact, or
     without manifest.
     """
+    folder = expanded(folder)
     try:
         checkpoint = open_checkpoint(folder)
     except Damaged:

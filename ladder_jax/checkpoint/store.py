@@ -30,7 +30,7 @@ from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps,
 from ladder_jax.checkpoint.writing import Write
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.config.fields import check_type
-from ladder_jax.errors import UserError, natural, unknown
+from ladder_jax.errors import UserError, natural, unknown, whole
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import TIMEOUT, Agreement, first_of
@@ -88,6 +88,7 @@ class Store:
         """Copy the arrays to the host, then write them in the background. Waits first for the
         previous save.
         """
+        step = whole("step", step, least=0)
         self.wait()
         writing.quieten()
         meta = {
