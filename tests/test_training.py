@@ -190,6 +190,16 @@ def test_a_folder_of_something_else_is_left_alone(book, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_folder_among_the_data(tmp_path, monkeypatch):
+    """As `data.path=.` is: the first checkpoint would have been the last, as the data had changed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("the cat sat on the mat. " * 400)
+    with pytest.raises(UserError, match=r"run' lies in data.path='\.': its own files would become"):
+        run(".", tmp_path / "runs" / "run")
+    assert os.listdir(tmp_path) == ["book.txt"]
+    run("book.txt", tmp_path / "runs" / "run", "train.steps=1")
+
+
 @pytest.mark.parametrize("name", ["caf\udce9", "a\0b"])
 def test_a_folder_that_no_checkpoint_could_be_written_to(book, tmp_path, name):
     """Of bytes that are no UTF-8: the run would have gone on, without its checkpoints."""

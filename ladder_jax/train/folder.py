@@ -167,8 +167,14 @@ def check(config: RunConfig, folder: AnyPath) -> None:
 def _check(config: RunConfig, folder: AnyPath) -> None:
     file = folder / CONFIG
     if not file.is_file():
+        data = config.data.path
         if is_remote(folder):
             remote.check_bucket(folder)
+        elif folder.resolve().is_relative_to(files.local_path(data).resolve()):
+            raise UserError(
+                f"run.dir={str(folder)!r} lies in data.path={data!r}: its own files would become data,"
+                " so that it could never be resumed"
+            )
         if folder.exists() and not (folder.is_dir() and _is_free(folder)):
             raise UserError(
                 f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder"
