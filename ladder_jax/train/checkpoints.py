@@ -14,7 +14,7 @@ from ladder_jax.config import OnDamaged
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, explained, patiently
 from ladder_jax.nn import Params
-from ladder_jax.train.folder import CHECKPOINTS, RunContext, writing
+from ladder_jax.train.folder import CHECKPOINTS, RunContext
 from ladder_jax.train.gradients import TrainingTask
 from ladder_jax.train.step import (
     TrainState,
@@ -138,7 +138,7 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
                 ) from None
             if step == saved[0]:
                 raise Damaged(f"{damaged}, and there is no whole one before it") from None
-            with writing(folder):  # it does not count without its manifest
+            with explained(folder, "write into"):  # it does not count without its manifest
                 (path / manifest.NAME).rename(path / manifest.DAMAGED)
             context.say(f"{damaged}: put aside, its manifest as {manifest.DAMAGED}")
     return None

@@ -331,11 +331,6 @@ def _busy(folder: AnyPath, content: bytes) -> UserError:
     return UserError(f"another process is training in {str(folder)!r}, on host {host}")
 
 
-def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
-    """Turns the errors of a disk that refuses into one line, RunFailed."""
-    return explained(folder, "write into")
-
-
 def beginning(folder: AnyPath, *, now: float) -> tuple[bool, float]:
     """Whether an earlier start began this run, and when the first one did, in seconds since 1970.
 

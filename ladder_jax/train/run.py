@@ -16,7 +16,7 @@ from ladder_jax.config.fields import check_type
 from ladder_jax.data import dataset
 from ladder_jax.data.dataset import DataLoader, Dataset
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath
+from ladder_jax.files import AnyPath, explained
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import make_mesh, with_ranks
@@ -97,7 +97,7 @@ def run(
             say=say,
             heartbeat=heartbeat,
         )
-        with agreement.together("the lock of the run's folder"), folder.writing(where):
+        with agreement.together("the lock of the run's folder"), explained(where, "write into"):
             if jax.process_index() == 0:
                 stack.enter_context(folder.locked(where, say=say))
         stack.enter_context(timing.profiler_server(config.run.profiler_port))
@@ -106,7 +106,7 @@ def run(
         )
         for note in data.notes:
             say(note)
-        with agreement.together("the run's folder"), folder.writing(where):
+        with agreement.together("the run's folder"), explained(where, "write into"):
             small.begin()
             if resumed:  # of a run without a checkpoint all time is lost
                 account.began = began
@@ -131,7 +131,7 @@ def run(
         first = int(state.step)
         heartbeat(f"step {first}")
 
-        with agreement.together("the run's files"), folder.writing(where):
+        with agreement.together("the run's files"), explained(where, "write into"):
             folder.write_config(context)
             metrics = Metrics(small, step=first, trackers=followers)
             stack.enter_context(contextlib.closing(metrics))
@@ -166,7 +166,7 @@ def run(
             bigram_entropy=None if data.text is None else dataset.bigram_entropy(data.text),
             parameters=_count(definition),
         )
-        with agreement.together("the run's result"), folder.writing(where):
+        with agreement.together("the run's result"), explained(where, "write into"):
             folder.write_json(where / folder.RESULT, dataclasses.asdict(result))
             if first < train.steps:  # a finished run that is only evaluated took no time
                 summary = account.summary()
