@@ -4,6 +4,7 @@ saving.
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from ladder_jax.config import OnDamaged
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, explained, patiently
 from ladder_jax.nn import Params
-from ladder_jax.train.folder import CHECKPOINTS, RunContext
+from ladder_jax.train.folder import CHECKPOINTS, CONFIG, RunContext
 from ladder_jax.train.gradients import TrainingTask
 from ladder_jax.train.step import (
     TrainState,
@@ -75,9 +76,20 @@ def newest(context: RunContext) -> Checkpoint | None:
     path = folder / str(step)
     with agreement.together(f"whether all see checkpoint {str(path)!r}"):
         if has_manifest and jax.process_index() > 0:
-            _await_files(path, within=min(VISIBLE_WITHIN, agreement.timeout / 2))
+            _await(path, lambda: manifest.problems(path, contents=()), timeout=agreement.timeout)
         checkpoint = open_checkpoint(path)
     return dataclasses.replace(checkpoint, verified=has_manifest)  # by process 0, for all
+
+
+def check_shared(context: RunContext) -> None:
+    """Raises UserError where a process does not see the run's folder, which process 0 has made."""
+    folder = context.folder
+    missing = f"{CONFIG} is missing (run.dir must lie on a file system that all hosts share)"
+    seen = lambda: [] if (folder / CONFIG).is_file() else [missing]
+    agreement = context.agreement
+    with agreement.together("whether all see the run's folder"), explained(folder, "read"):
+        if jax.process_index() > 0:
+            _await(folder, lambda: patiently(folder, seen), timeout=agreement.timeout)
 
 
 def check_data(checkpoint: Checkpoint, *, path: str, fingerprint: str) -> None:
@@ -144,14 +156,15 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
     return None
 
 
-def _await_files(folder: AnyPath, *, within: float) -> None:
-    """Waits until this process sees all files of the checkpoint. Raises UserError where it never
+def _await(folder: AnyPath, problems: Callable[[], list[str]], *, timeout: float) -> None:
+    """Waits until this process sees all files of the folder. Raises UserError where it never
     does.
     """
+    within = min(VISIBLE_WITHIN, timeout / 2)
     until = time.monotonic() + within
-    while wrong := manifest.problems(folder, contents=()):
+    while wrong := problems():
         if time.monotonic() > until:
             raise UserError(
-                f"checkpoint {str(folder)!r} is not what process 0 sees: {wrong[0]} after {within:g} s"
+                f"{str(folder)!r} is not what process 0 sees: {wrong[0]} after {within:g} s"
             )
         time.sleep(0.1)

@@ -137,6 +137,7 @@ def run(
             stack.enter_context(contextlib.closing(metrics))
             store = Store(where / folder.CHECKPOINTS, config=config, timeout=timeout)
             stack.enter_context(contextlib.closing(store))
+        checkpoints.check_shared(context)
         about = {
             "fingerprint": data.fingerprint,
             "sources": position.get("sources") or task.sources_record,

@@ -126,9 +126,9 @@ def test_two_processes_resume_alike(told, stood, whole):
         )
 
 
-def test_two_processes_fail_alike(told, stood):
-    """A flipped bit where that ends the run, a file that process 1 never sees, and one that lost
-    its data.
+def test_two_processes_fail_alike(told, stood, tmp_path):
+    """A flipped bit where that ends the run, a file that process 1 never sees, one that lost its
+    data, and a folder on a disk of process 0 alone, where no checkpoint could be written.
     """
     flipped, unseen, other = (stood(name) for name in ("flipped", "unseen", "other"))
     cases.flip(flipped / "checkpoints" / "4")
@@ -139,10 +139,15 @@ def test_two_processes_fail_alike(told, stood):
         (flipped, {}, []),
         (unseen, {"hidden": {"path": lost, "of": 1}}, []),
         (other, {"hidden": {"path": book, "of": 1}}, []),
+        (tmp_path / "alone", {"hidden": {"path": str(tmp_path / "alone"), "of": 1}}, []),
     )
-    for both, line in zip(
-        found, ("other contents than were written", "manifest.ocdbt is missing", "book.txt")
-    ):
+    lines = (
+        "other contents than were written",
+        "manifest.ocdbt is missing",
+        "book.txt",
+        "run.dir must lie on a file system that all hosts share",
+    )
+    for both, line in zip(found, lines, strict=True):
         error, other = (one["error"] for one in both)
         assert error == other and error.startswith("UserError: "), both
         assert line in error
