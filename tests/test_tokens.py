@@ -223,7 +223,7 @@ def test_what_was_done_is_not_done_again(tmp_path):
     both = [one, two]
     one.write_text(lines(TEXTS))
     two.write_text(lines(TEXTS[:50]) + '{"text": 3}\n' + lines(TEXTS[50:]))
-    wrong = r"two.jsonl:51: no text in 'text' \(--field names it\): this is an object with"
+    wrong = r"two.jsonl:51: no text in 'text' \(--field names it\): this is int"
     with pytest.raises(UserError, match=wrong):
         make(both, out, workers=1)
     with pytest.raises(UserError, match="is not finished"):
@@ -249,6 +249,18 @@ def test_what_was_done_is_not_done_again(tmp_path):
         with pytest.raises(UserError, match=message):
             make(**dict(given=both, out=out) | other)
     assert everything(out) == before
+
+
+def test_a_mistake_begins_nothing(tmp_path):
+    """Of which no shard is made, another call may have other settings; not beside one of a part."""
+    out = tmp_path / "out"
+    (tmp_path / "one.jsonl").write_text('{"body": "a"}')
+    given = [tmp_path / "one.jsonl"]
+    with pytest.raises(UserError, match="this is an object with 'body'"):
+        make(given, out, workers=1)
+    with pytest.raises(UserError, match="was begun with .* the field 'text'"):
+        make(given, out, workers=1, field="body", share=slice(0, None, 2))
+    assert make(given, out, workers=1, field="body").documents == 1
 
 
 def test_sources_that_change_meanwhile(tmp_path):

@@ -123,6 +123,10 @@ def build(
         if not (out / MANIFEST).exists():
             manifests.write(settings, out / MANIFEST)
         made = manifests.read(out / MANIFEST)
+        is_begun = share is not None or any(path.name != MANIFEST for path in out.glob("*.json"))
+        if not is_begun and not made.shards:  # the sources may have been a mistake
+            made = settings
+            manifests.write(settings, out / MANIFEST)
         if dataclasses.replace(made, shards=()) != settings:
             raise UserError(
                 f"{str(out)!r} was begun with the tokenizer {made.tokenizer!r} and the field {made.field!r}:"
