@@ -178,6 +178,8 @@ def _lines(file: str, begin: int, end: int, field: str) -> Iterator[str]:
             has = type(value).__name__
             if isinstance(value, dict):
                 has = f"an object with {', '.join(map(repr, value))}"
+                if field in value:
+                    has = type(value[field]).__name__
             wrong = f"no text in {field!r} (--field names it): this is {has}"
         else:
             yield text
