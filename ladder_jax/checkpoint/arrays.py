@@ -86,11 +86,8 @@ def read(folder: AnyPath, like: Abstract, keys: Sequence[Key] | None = None) -> 
     """
     if keys is None:
         keys = [(name, None) for name in like]
-    opening = {}
-    for name, _ in keys:
-        if name not in opening:
-            opening[name] = _open(folder, name)
-    stores = {name: opened.result() for name, opened in opening.items()}
+    opening = {name: opened(folder, name) for name in dict.fromkeys(name for name, _ in keys)}
+    stores = {name: store.result() for name, store in opening.items()}
 
     # neither may hold a yielded array: it would be kept alive
     ahead = collections.deque()
@@ -111,8 +108,8 @@ def _size(array: jax.ShapeDtypeStruct) -> int:
     return array.size * array.dtype.itemsize
 
 
-def _open(folder: AnyPath, name: str) -> tensorstore.Future:
-    """Open an array without reading its values."""
+def opened(folder: AnyPath, name: str) -> tensorstore.Future:
+    """An array, without its values."""
     spec = described_array(database(folder), name)
     return tensorstore.open(spec, open=True, read=True)
 

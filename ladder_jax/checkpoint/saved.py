@@ -11,14 +11,16 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from ladder_jax.checkpoint import arrays, manifest
 from ladder_jax.checkpoint.arrays import Abstract, Key, named, shapes_of, stored
-from ladder_jax.config import RunConfig, from_dict
+from ladder_jax.config import RunConfig, from_dict, to_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
@@ -27,6 +29,38 @@ from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
 VERSION = 1
+
+
+type Texts = Mapping[str, Any]
+"""JSON values, by the names of a checkpoint's items without arrays."""
+
+
+def texts(
+    config: RunConfig,
+    *,
+    step: int,
+    data: Mapping[str, Any] = MappingProxyType({}),
+    validation_loss: float | None = None,
+) -> Texts:
+    """The items `data` and `meta` of a checkpoint that is written now."""
+    meta = {
+        "format": FORMAT,
+        "version": VERSION,
+        "manifest": manifest.NAME,
+        "step": step,
+        "time": time.time(),
+        "validation_loss": validation_loss,
+        "config": to_dict(config),
+    }
+    return {"data": {"step": step, **data}, "meta": meta}
+
+
+def publish(folder: AnyPath, texts: Texts) -> None:
+    """Writes these, and the manifest, which makes a checkpoint of the folder."""
+    for item, value in texts.items():
+        (folder / item).mkdir(exist_ok=True)
+        (folder / item / "metadata").write_text(json.dumps(value))
+    manifest.write(folder)
 
 
 class Damaged(UserError):
@@ -97,7 +131,7 @@ class Checkpoint:
         Damaged.
         """
         if self.has_manifest:
-            _check_files(self.path, "")
+            check_files(self.path, "")
         return dataclasses.replace(self, verified=self.has_manifest)
 
     def _restore(self, item: str, like: Params) -> Params:
@@ -112,7 +146,7 @@ class Checkpoint:
         Raises Damaged if a file was changed, UserError if they have others.
         """
         if self.has_manifest and not self.verified:
-            _check_files(self.path, f"{item}/")
+            check_files(self.path, f"{item}/")
         folder = self.path / item
         with _reading(self.path):
             there = stored(folder)
@@ -258,7 +292,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
             raise UserError(f"{str(path)!r} holds no ladder_jax checkpoint")
         has_manifest = (folder / manifest.NAME).is_file()
         if has_manifest:
-            _check_files(folder, "meta/", "data/")
+            check_files(folder, "meta/", "data/")
         meta = _meta(folder)
         if "manifest" in meta and not has_manifest:
             raise damaged(folder, f"{manifest.NAME} is missing")
@@ -309,7 +343,7 @@ def _json(folder: AnyPath, item: str) -> Any:
         raise damaged(folder, f"its {item} is not JSON") from None
 
 
-def _check_files(folder: AnyPath, *contents: str) -> None:
+def check_files(folder: AnyPath, *contents: str) -> None:
     """Raises Damaged where a file is not what the manifest says.
 
     contents: as `manifest.problems` has it. One process compares them, as it reads every file once

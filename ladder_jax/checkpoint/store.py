@@ -12,12 +12,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
-import json
 import math
 import os
 import pathlib
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,10 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax import remote
-from ladder_jax.checkpoint import arrays, manifest, writing
-from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
+from ladder_jax.checkpoint import arrays, manifest, saved, writing
+from ladder_jax.checkpoint.saved import Texts, open_checkpoint, steps, unfinished_steps
 from ladder_jax.checkpoint.writing import Write
-from ladder_jax.config import RunConfig, to_dict
+from ladder_jax.config import RunConfig
 from ladder_jax.config.fields import check_type
 from ladder_jax.errors import UserError, natural, unknown, whole
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
@@ -36,7 +34,6 @@ from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import TIMEOUT, Agreement, first_of
 
 type Items = Mapping[str, Params]  # pytrees of arrays, by the names of a checkpoint's items
-type Texts = Mapping[str, Any]  # JSON values, by the names of its other items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +88,8 @@ class Store:
         step = whole("step", step, least=0)
         self.wait()
         writing.quieten()
-        meta = {
-            "format": FORMAT,
-            "version": VERSION,
-            "manifest": manifest.NAME,
-            "step": step,
-            "time": time.time(),
-            "validation_loss": validation_loss,
-            "config": to_dict(self._config),
-        }
-        texts = {"data": {"step": step, **(data or {})}, "meta": meta}
+        about = dict(step=step, data=data or {}, validation_loss=validation_loss)
+        texts = saved.texts(self._config, **about)
         items = {"params": params, "optimizer": optimizer}
         items = jax.tree.map(jnp.asarray, items)  # a caller's may be NumPy's
 
@@ -176,10 +165,7 @@ class Store:
         folder = self.folder / str(step)
         for item, of_item in shapes.items():
             arrays.finish(folder / item, of_item)
-        for item, value in texts.items():
-            (folder / item).mkdir(exist_ok=True)
-            (folder / item / "metadata").write_text(json.dumps(value))
-        manifest.write(folder)
+        saved.publish(folder, texts)
         # the new checkpoint is complete, and the next save prunes again
         with contextlib.suppress(Exception):
             self._prune()

@@ -6,19 +6,16 @@ What is written looks like a run's folder: `checkpoints/0/`, without an optimize
 """
 
 import functools
-import json
 import pathlib
-import time
 from collections.abc import Iterator
 
 import jax
 import numpy as np
 import tensorstore
 
-from ladder_jax import checkpoint
-from ladder_jax.checkpoint import manifest, saved
-from ladder_jax.checkpoint.arrays import database, described_array, write_pieces
-from ladder_jax.config import DataConfig, FolderConfig, RunConfig, to_dict
+from ladder_jax.checkpoint import saved
+from ladder_jax.checkpoint.arrays import opened, write_pieces
+from ladder_jax.config import DataConfig, FolderConfig, RunConfig
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import RunFailed
 from ladder_jax.files import reason
@@ -36,17 +33,16 @@ def read(path: pathlib.Path) -> Source:
 
     Raises UserError if there is no checkpoint, and Damaged.
     """
-    opened = checkpoint.open_checkpoint(path)
-    step = opened.path
-    if opened.has_manifest:
-        if problems := manifest.problems(step, contents=("params/",)):
-            raise saved.damaged(step, problems[0])
-    model = opened.config.model
+    checkpoint = saved.open_checkpoint(path)
+    step = checkpoint.path
+    if checkpoint.has_manifest:
+        saved.check_files(step, "params/")
+    model = checkpoint.config.model
     arrays = {}
     source.check_alone(model, path=str(path))
-    store = functools.cache(functools.partial(_open, step / "params"))
+    store = functools.cache(functools.partial(opened, step / "params"))
     for key, shape in source.expected_shapes(model).items():
-        found = store(key.name)
+        found = store(key.name).result()
         if key.layer is not None:
             found = found[key.layer]
         read = functools.partial(_values, found, shape)
@@ -56,18 +52,12 @@ def read(path: pathlib.Path) -> Source:
         str(path),
         model,
         arrays,
-        opened.config.train.sequence,
+        checkpoint.config.train.sequence,
         huggingface.tokenizer_files(folder),
         huggingface.generation_in(folder),
         source.refit_in(folder.parent),
-        opened.config.decode,
+        checkpoint.config.decode,
     )
-
-
-def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
-    """Open the array `name` in the item at `folder`, without reading its values."""
-    spec = described_array(database(folder), name)
-    return tensorstore.open(spec, open=True, read=True).result()
 
 
 def _values(store: tensorstore.TensorStore, shape: tuple[int, ...]) -> np.ndarray:
@@ -101,8 +91,7 @@ def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> Non
 
     try:
         write_pieces(item / "params", stacked, pieces())
-        _describe(item, config=_config(exported, place=place))
-        manifest.write(item)
+        saved.publish(item, saved.texts(_config(exported, place=place), step=STEP))
     except ValueError as error:  # tensorstore's, of a disk too
         raise RunFailed(f"cannot write {str(place)!r}: {reason(error)}") from error
 
@@ -121,19 +110,3 @@ def _config(exported: Source, *, place: pathlib.Path) -> RunConfig:
         data=DataConfig(tokenizer=tokenizer),
         run=FolderConfig(name=place.name, dir=str(place)),
     )
-
-
-def _describe(item: pathlib.Path, *, config: RunConfig) -> None:
-    """Write the items `meta` and `data`, as a run's Store does."""
-    meta = {
-        "format": saved.FORMAT,
-        "version": saved.VERSION,
-        "manifest": manifest.NAME,
-        "step": STEP,
-        "time": time.time(),
-        "validation_loss": None,
-        "config": to_dict(config),
-    }
-    for name, content in (("meta", meta), ("data", {"step": STEP})):
-        (item / name).mkdir()
-        (item / name / "metadata").write_text(json.dumps(content), encoding="utf-8")
