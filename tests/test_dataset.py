@@ -160,6 +160,9 @@ def test_stores_that_cannot_be_used(book, tmp_path):
         load(tmp_path / "m.yaml")
     with pytest.raises(UserError, match="has one document"):
         load(store(tmp_path / "one", ["a"]))
+    for name, documents in {"training": ["a", "b", "longer"], "held-out": ["longer", "a"]}.items():
+        with pytest.raises(UserError, match=f"the {name} documents .* none has one to predict"):
+            load(store(tmp_path / name, documents))
     with pytest.raises(
         UserError, match=r"model.vocab_size=256 is too small for tokenizer-\w+ \(at least 301\)"
     ):

@@ -268,10 +268,18 @@ def _before_held_out(count: int, config: DataConfig) -> int:
 def _packed(
     source: Examples | Store, cut: int, train: TrainConfig, loss_mask: np.ndarray | None = None
 ) -> list[PackedRows]:
-    """Rows of the documents before `cut`, and of the others; one document at least of each."""
+    """Rows of the documents before `cut`, and of the others; one document at least of each. Raises
+    UserError where no token of these is predicted.
+    """
     starts = source.starts
     cut = int(np.clip(cut, 1, len(starts) - 2))
     parts = starts[: cut + 1], starts[cut:]
+    for name, part in zip(("training", "held-out"), parts):
+        if np.diff(part).max() < 2:
+            raise UserError(
+                f"the {name} documents of data.path have one token each, so none has one to predict"
+                " (data.validation_fraction holds out the last ones)"
+            )
     return [
         PackedRows(source.read, part, length=train.sequence, loss_mask=loss_mask) for part in parts
     ]
