@@ -106,11 +106,6 @@ def whole(what: str, value: object, *, least: int) -> int:
     return number
 
 
-def natural(text: str) -> int:
-    """The whole number that decimal digits are; -1 for any other text, or one with too many."""
-    return int(text) if text.isdecimal() and len(text) < 20 else -1
-
-
 def described(value: object) -> str:
     """Text and numbers as one types them; any other value by its type alone, as it may be large."""
     plain = value is None or isinstance(value, str | int | float)

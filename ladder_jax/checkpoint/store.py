@@ -27,8 +27,8 @@ from ladder_jax.checkpoint import arrays, manifest, saved, writing
 from ladder_jax.checkpoint.saved import Texts, open_checkpoint, steps, unfinished_steps
 from ladder_jax.checkpoint.writing import Write
 from ladder_jax.config import RunConfig
-from ladder_jax.config.fields import check_type
-from ladder_jax.errors import UserError, natural, unknown, whole
+from ladder_jax.config.fields import check_type, natural
+from ladder_jax.errors import UserError, unknown, whole
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import TIMEOUT, Agreement, first_of

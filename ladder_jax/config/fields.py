@@ -71,6 +71,11 @@ def check(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def natural(text: str) -> int:
+    """The whole number that decimal digits are; -1 for any other text, or one with too many."""
+    return int(text) if text.isdecimal() and len(text) < 20 else -1
+
+
 def check_type(what: str, value: object, *kinds: type) -> None:
     """Raises UserError for a value of another type than `kinds`."""
     if not isinstance(value, kinds):

@@ -5,7 +5,8 @@ import glob
 import importlib.util
 from collections.abc import Mapping
 
-from ladder_jax.errors import UserError, natural
+from ladder_jax.config.fields import natural
+from ladder_jax.errors import UserError
 
 CHIPS = "a TPU"  # only its metadata server knows of how many hosts
 LONGEST = 1e9  # seconds, 31 years: jax's time-outs are integers

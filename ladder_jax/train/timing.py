@@ -16,7 +16,8 @@ import jax
 from jax.sharding import Mesh
 
 from ladder_jax.config import RunConfig
-from ladder_jax.errors import UserError, natural
+from ladder_jax.config.fields import natural
+from ladder_jax.errors import UserError
 from ladder_jax.hardware import PEAKS
 from ladder_jax.nn import ModelDef, attention_flops, matrix_elements
 
