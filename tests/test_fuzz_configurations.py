@@ -63,6 +63,22 @@ def test_a_crash_is_reported_and_a_refusal_is_not(monkeypatch):
     assert command.refusals([(case, outcome)]).split(maxsplit=1) == ["1", "N is not N"]
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--case", "7"], "--case: must be a whole number of at least 0, not ''"),
+        (["--case", "7:-1"], "--case: must be a whole number of at least 0, not '-1'"),
+        (["-1"], "seed: must be a whole number of at least 0, not '-1'"),
+    ],
+)
+def test_what_is_no_case_is_refused(monkeypatch, capsys, words, said):
+    """A negative seed's cases all failed, with NumPy's words."""
+    monkeypatch.setattr(walk.sys, "argv", ["fuzz_configurations", *words])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert f"argument {said}" in capsys.readouterr().err
+
+
 def test_a_process_that_dies_is_reported(monkeypatch, tmp_path, capsys):
     """Each of its cases, with the command that repeats it; the walk goes on, and its status is
     1.

@@ -26,22 +26,24 @@ from experiments.fuzz_configurations.walk import outcomes, simulate, walk, work
 def main() -> int:
     parser = study.parser(__doc__, name="fuzz_configurations")
     parser.add_argument(
-        "seed", type=int, nargs="?", default=0, help="of the walk (default: %(default)s)"
+        "seed", type=whole, nargs="?", default=0, help="of the walk (default: %(default)s)"
     )
     parser.add_argument(
-        "count", type=int, nargs="?", help="how many cases (default: as many as the time allows)"
+        "count", type=whole, nargs="?", help="how many cases (default: as many as the time allows)"
     )
     parser.add_argument(
         "seconds", type=float, nargs="?", help="no case begins later (default: 600 without a count)"
     )
-    parser.add_argument("--case", metavar="SEED:INDEX", help="run this case, in this process")
+    parser.add_argument(
+        "--case", type=numbered, metavar="SEED:INDEX", help="run this case, in this process"
+    )
     parser.add_argument("--worker", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(args.seed, args.worker)
         return 0
     if args.case:
-        return again(*map(int, args.case.split(":")))
+        return again(*args.case)
     indices = itertools.count() if args.count is None else range(args.count)
     seconds = args.seconds or (600.0 if args.count is None else float("inf"))
     began, met = time.monotonic(), []
@@ -61,6 +63,19 @@ def main() -> int:
         f"{refusals(met)}\n{line(met)}; {(time.monotonic() - began) / max(len(met), 1):.1f} s a case"
     )
     return int(any(outcome.what == "failed" for _, outcome in met))
+
+
+def whole(word: str) -> int:
+    """Of at least 0: the draws know no other seed."""
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, not {word!r}")
+    return int(word)
+
+
+def numbered(word: str) -> tuple[int, int]:
+    """The seed and the index of a case."""
+    seed, _, index = word.partition(":")
+    return whole(seed), whole(index)
 
 
 def again(seed: int, index: int) -> int:
