@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax import files
-from ladder_jax.errors import RunFailed, UserError, one_line
+from ladder_jax.errors import RunFailed, UserError, described, one_line
 
 
 def ended(work: Callable[[], object], *, name: str) -> int:
@@ -66,10 +66,16 @@ def environment() -> dict[str, str]:
 
 
 def load(file: pathlib.Path) -> dict:
-    """Results. Raises UserError where there are none."""
+    """Results. Raises UserError where there are none, or what is there is damaged."""
     if not file.is_file():
         raise UserError(f"there is no {str(file)!r}: run the study first, without --tables")
-    return json.loads(file.read_text())
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{str(file)!r} is not JSON: {error}") from None
+    if not isinstance(results, dict):
+        raise UserError(f"{str(file)!r} must hold a study's results, not {described(results)}")
+    return results
 
 
 def keep(results: dict, *, file: pathlib.Path) -> None:

@@ -165,6 +165,14 @@ def test_a_study_goes_on(book, tmp_path, capsys):
     assert "run the study first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("left, said", [('{"rows": [', "is not JSON"), ("[]", "not a list")])
+def test_damaged_results(tmp_path, capsys, left, said):
+    (tmp_path / "results.json").write_text(left)
+    assert study.main(["--tables", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
