@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import study as studies
+from experiments.demo import __main__ as demo
 from experiments.pretrain import __main__ as study
 from ladder_jax import config, nn, parallel
 from ladder_jax.checkpoint.arrays import named
@@ -193,3 +194,10 @@ def test_the_readme_says_what_the_results_say():
     assert sorted(main) == sorted(
         (residual, seed) for residual in study.TOPOLOGIES for seed in range(3)
     )
+
+
+def test_the_demos_help(capsys):
+    """Which was taken for an override."""
+    with pytest.raises(SystemExit, match="0"):
+        demo.main(["--help"])
+    assert "--experts" in capsys.readouterr().out

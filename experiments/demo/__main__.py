@@ -23,21 +23,29 @@ EXPERTS = "experts.yaml", pathlib.Path("runs/moe-demo"), ("farskip", "ladder", "
 
 
 def main(arguments: list[str]) -> int:
+    parser = study.parser(__doc__, name="demo")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="path.to.field=value",
+        help="settings that replace its file's",
+    )
+    parser.add_argument("--experts", action="store_true", help="mixtures of experts")
+    args = parser.parse_intermixed_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     from ladder_jax import cli, config, train
     from ladder_jax.train import metrics
 
     cli.prepare_devices(None)
-    recipe, runs, residuals = EXPERTS if "--experts" in arguments else DENSE
-    overrides = [argument for argument in arguments if argument != "--experts"]
+    recipe, runs, residuals = EXPERTS if args.experts else DENSE
     console, began = Console(), time.perf_counter()
     results = {}
 
     def train_all() -> None:
         for residual in residuals:
             own = [f"model.residual={residual}", f"run.dir={runs / residual}"]
-            settings = config.load(str(HERE / recipe), overrides=[*overrides, *own])
+            settings = config.load(str(HERE / recipe), overrides=[*args.overrides, *own])
             mesh = settings.mesh
             console.rule(
                 f"{residual}: training on data {mesh.data} x tensor {mesh.tensor} simulated devices"
