@@ -84,25 +84,6 @@ def test_it_learns_and_writes(capsys):
     )
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["none.txt"], "No such file or directory: 'none.txt'"),
-        (["short.txt"], "short.txt must hold more than 64 bytes"),
-        (["--residual", "lader"], "unknown residual 'lader'; did you mean 'ladder'?"),
-        (["--audit", "v5q:2x2x2"], "unknown target 'v5q:2x2x2'; did you mean 'v5p:2x2x2'?"),
-        (["--steps", "0"], "--steps must be at least 1"),
-    ],
-)
-def test_mistakes_are_one_line(words, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "short.txt").write_text("x" * 64)
-    monkeypatch.setattr(sys, "argv", ["minimal", *words])
-    with pytest.raises(SystemExit, match="2"):
-        minimal.main()
-    assert said in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.audit
 @pytest.mark.parametrize(
     "kind, verdict", [("ladder", "16 of 17 all-reduces hidden"), ("standard", "0 of 16 all-red")]
