@@ -3,8 +3,7 @@ its audit.
 
     python -m experiments.minimal                       # learns this file by heart, on 8 simulated devices
     python -m experiments.minimal book.txt --residual standard --steps 500
-    python -m experiments.minimal --audit v5p:2x2x2     # what the compiler for TPUs makes of the
-    training step
+    python -m experiments.minimal --audit v5p:2x2x2     # what the compiler for TPUs makes of a step
 
 There 16 of 17 all-reduces are hidden, with `--residual standard` 0 of 16 (compiled with libtpu
 0.0.50.1, never run).
@@ -117,9 +116,8 @@ def whole(array, *, axis: int):
 def norm(x):
     """RMSNorm without a gain."""
     wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)).astype(
-        x.dtype
-    )
+    scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+    return (wide * scale).astype(x.dtype)
 
 
 def rotate(x):
@@ -137,7 +135,6 @@ def sublayers(layer: dict):
 
     Neither has a psum: the topology says when an output is reduced, and what computes meanwhile.
     """
-
     query_key_value, out = whole(layer["query_key_value"], axis=0), whole(layer["out"], axis=2)
     gate_up, down = whole(layer["gate_up"], axis=0), whole(layer["down"], axis=1)
 
@@ -219,9 +216,7 @@ def train(
 def sample(
     params: dict, config: Config, mesh: Mesh, prompt: bytes, *, count: int, seed: int = 0
 ) -> bytes:
-    """The prompt and `count` more bytes, each from a forward pass over all of them: short, and
-    slow.
-    """
+    """The prompt and `count` more bytes, each from a forward pass over all before it."""
     forward = jax.jit(over_mesh(logits, mesh, config=config, out=P("fsdp")))
     rows = mesh.shape["fsdp"]  # the same text in each
     tokens = np.zeros((rows, len(prompt) + count), np.int32)
