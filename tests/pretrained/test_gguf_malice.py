@@ -38,6 +38,8 @@ BOMBS = {
     "version 2": head_of(many(6), version=2),
     "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 1),
     "a version": head_of(many(6), version=1),
+    "a fraction": head_of(string(b"general.alignment") + struct.pack("<If", 6, 32.0)),
+    "before it": head_of(string(b"general.alignment") + struct.pack("<Ii", 5, -32)),
 }
 
 

@@ -11,6 +11,7 @@ memory.
 import dataclasses
 import functools
 import math
+import operator
 import pathlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -144,7 +145,10 @@ def _read(header: _Header, where: str) -> File:
         offset = header.number(_UINT64)
         described[name] = tuple(reversed(shape)), kind, offset
     start = header.position
-    start += -start % fields.get("general.alignment", 32)
+    alignment = operator.index(fields.get("general.alignment", 32))
+    if alignment < 1:
+        raise ValueError(f"its alignment is {alignment}")
+    start += -start % alignment
     stored = {}
     kinds = set()
     for name, (shape, kind, offset) in described.items():
