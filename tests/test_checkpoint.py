@@ -148,16 +148,6 @@ def test_a_folder_of_any_name(tmp_path, name):
     assert verify(tmp_path / name / "1") == []
 
 
-def test_a_folder_beside_this_one(tmp_path, monkeypatch):
-    """As `generate ../run` and `run.dir=../run` have it."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    definition, params = save("../run")
-    found = open_checkpoint("../run").params(definition)
-    jax.tree.map(np.testing.assert_array_equal, found, params)
-    assert steps(tmp_path / "run") == [1]
-
-
 def test_replicas_share_the_writing_of_large_arrays_alone(tmp_path):
     """Each writes a part that a program cuts; of small ones there is none to compile."""
     everywhere = jax.NamedSharding(make_mesh(data=2), jax.P())

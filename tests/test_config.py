@@ -246,7 +246,6 @@ def test_a_conversion_without_ladder_layers():
     "content, message",
     [
         ("model: [", "is not YAML"),
-        ('{"model": {}, "model": {}}', "'model' stands there twice"),
         (
             "train: {steps: 3}\ntrain: {batch: 2}",
             "is not YAML: 'train' stands there twice, .* line 2",
