@@ -80,10 +80,6 @@ class Files(fsspec.AbstractFileSystem):
     def rm_file(self, path):
         self._ask("DELETE", self._strip_protocol(path))
 
-    def rm(self, path, recursive=False, maxdepth=None):
-        for file in self.find(path) or [self._strip_protocol(path)]:
-            self.rm_file(file)
-
     def cp_file(self, path1, path2, **_):
         self.pipe_file(path2, self.cat_file(path1))
 

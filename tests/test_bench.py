@@ -40,12 +40,11 @@ def answer(tmp_path_factory):
 
 def test_json(answer):
     found, folder = answer
-    assert found["model"] == "tiny"
+    asked = dict(model="tiny", devices=8, tensor=8, layers=1, warmup=1, repeats=2)
+    assert asked.items() <= found.items()
     assert found["device"].endswith(" CPU")
-    assert found["devices"] == 8
     assert found["versions"]["jax"] == jax.__version__
     assert {"python", "flax"} <= set(found["versions"])
-    assert (found["tensor"], found["layers"], found["warmup"], found["repeats"]) == (8, 1, 1, 2)
     names = [(row["batch"], row["residual"]) for row in found["rows"]]
     assert names == [(1, "standard"), (1, "ladder"), (2, "standard"), (2, "ladder")]
     assert "never overlaps communication" in found["notices"][0]
@@ -121,7 +120,7 @@ def test_one_ranks_share(told):
     assert "a rank's share of tensor parallelism over 8" in found["notices"][0]
     variants = [(row["residual"], row["interleave"]) for row in found["rows"]]
     assert variants == [("ladder", 1), ("ladder", 2)]
-    whole = shard("tiny", tensor=8, num_layers=1, residual="ladder")
+    whole = Model(preset("tiny", num_layers=1, residual="ladder"), 8)
     for row in found["rows"]:
         assert row["bytes_per_step"] == bytes_by_hand(8, batch=1, layers=1)
         assert row["prefill_flops"] == measure.prefill_flops(whole, rows=1, prompt_length=8)
@@ -144,13 +143,9 @@ def bytes_by_hand(tensor, *, batch, layers=2):
     return 2 * (matrices + vocabulary * 128 + lookup + cache) + 4 * gains  # gains are float32
 
 
-def shard(name, *, tensor=1, **changes):
-    return Model(preset(name, **changes), tensor)
-
-
 @pytest.mark.parametrize("tensor", [1, 4, 8])
 def test_decode_bytes(tensor):
-    one = shard("tiny", tensor=tensor, num_layers=2, residual="standard")
+    one = Model(preset("tiny", num_layers=2, residual="standard"), tensor)
     assert measure.decode_bytes(one, rows=3, prompt_length=8, new_tokens=5) == bytes_by_hand(
         tensor, batch=3
     )
@@ -158,7 +153,7 @@ def test_decode_bytes(tensor):
 
 @pytest.mark.parametrize("name, rows, prompt", [("ladder-1b", 2, 256), ("smollm2-135m", 2, 128)])
 def test_prefill_flops_are_the_compilers(name, rows, prompt):
-    ours = shard(name, num_layers=1, residual="standard")
+    ours = Model(preset(name, num_layers=1, residual="standard"), 1)
     one = nn.define(ours.config, mesh=parallel.make_mesh())
     params, tokens = weights.abstract(one, loop=Loop.UNROLLED), jnp.zeros((rows, prompt), jnp.int32)
     lowered = decode.prefill(one, capacity=prompt).lower(params, tokens, tokens[:, 0])

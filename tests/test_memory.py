@@ -3,7 +3,6 @@ says what to lower.
 """
 
 import dataclasses
-import json
 
 import jax
 import pytest
@@ -35,10 +34,7 @@ def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkey
     # the table in both
     assert kept + memory.cache_bytes(definition, rows=1, capacity=64) < most == 4096 * 32 * 6
 
-    def was_read(*_):
-        raise UserError("was read")
-
-    monkeypatch.setattr(checkpoint.Checkpoint, "compare", was_read)
+    monkeypatch.setattr(checkpoint.Checkpoint, "compare", failing(UserError("was read")))
     too_large = r"reading the weights needs .* GiB a device \(weights .*, one of them as it is"
     for free, message in ((most - 1, too_large), (most, "was read")):
         monkeypatch.setattr(memory, "free_memory", lambda *_, free=free, **__: free)
@@ -50,20 +46,19 @@ def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkey
         assert "reading the weights needs" in capsys.readouterr().err
 
 
-def exhausted(*_, **__):
-    raise jax.errors.JaxRuntimeError(
-        "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more"
-    )
+def failing(error):
+    """A function that raises it, whatever it is given."""
+
+    def fail(*_, **__):
+        raise error
+
+    return fail
 
 
-def exhausted_cpu(*_, **__):
-    raise jax.errors.JaxRuntimeError(
-        "INTERNAL: Error dispatching computation: Out of memory allocating 9 bytes."
-    )
-
-
-def no_memory(*_, **__):
-    raise MemoryError("no more of it")
+failed = lambda text: failing(jax.errors.JaxRuntimeError(text))
+exhausted = failed("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more")
+exhausted_cpu = failed("INTERNAL: Error dispatching computation: Out of memory allocating 9 bytes.")
+no_memory = failing(MemoryError("no more of it"))
 
 
 @pytest.mark.parametrize(
@@ -80,10 +75,9 @@ def test_memory_that_does_not_suffice_is_one_line(
 ):
     """While loading, compiling or running; the same for each verb that decodes."""
     monkeypatch.setattr(what, where, error)
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text(json.dumps({"question": "2 + 2 =", "answer": "#### 4"}) + "\n")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "a"}) + "\n")
+    questions, prompts = tmp_path / "questions.jsonl", tmp_path / "prompts.jsonl"
+    questions.write_text('{"question": "2 + 2 =", "answer": "#### 4"}\n')
+    prompts.write_text('{"prompt": "a"}\n')
     said = "Out of memory allocating 9 bytes" if error is not no_memory else "no more of it"
     for verb in (
         ["generate", "--prompt", "a", "--max-new-tokens", "3"],
@@ -94,15 +88,10 @@ def test_memory_that_does_not_suffice_is_one_line(
         assert cli.main([verb[0], str(wide), *map(str, verb[1:]), "--tensor", "1"]) == 2
         out = capsys.readouterr().err
         *before, line = [line for line in out.splitlines() if "ladder-jax:" in line]
-        assert all(line.startswith("ladder-jax: compiling the programs for ") for line in before), (
-            before
-        )
-        assert (
-            "out of memory" in line
-            and said in line
-            and "more tensor ranks (--tensor) need less" in line
-        )
-        assert ("--slots" in line) and "Traceback" not in out
+        assert all(line.startswith("ladder-jax: compiling the programs for ") for line in before)
+        for part in ("out of memory", said, "more tensor ranks (--tensor) need less", "--slots"):
+            assert part in line
+        assert "Traceback" not in out
 
 
 def test_a_text_that_needs_more_than_the_one_before(wide, monkeypatch):
@@ -114,10 +103,7 @@ def test_a_text_that_needs_more_than_the_one_before(wide, monkeypatch):
 
 
 def test_other_errors_stay_what_they_are(wide, monkeypatch):
-    def broken(*_, **__):
-        raise jax.errors.JaxRuntimeError("INTERNAL: no more of it")
-
-    monkeypatch.setattr(weights, "_converter", broken)
+    monkeypatch.setattr(weights, "_converter", failed("INTERNAL: no more of it"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         cli.main(["generate", str(wide), "--prompt", "a", "--tensor", "1"])
 
@@ -127,10 +113,8 @@ def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
     saved = checkpoint.open_checkpoint(wide)
     definition = nn.define(saved.config.model, mesh=cases.define("ladder").layout.mesh)
 
-    def broken(*_):
-        raise ValueError("Error reading x: Input/output error [os_error_code='5']")
-
-    monkeypatch.setattr(arrays, "begin_read", broken)
+    error = ValueError("Error reading x: Input/output error [os_error_code='5']")
+    monkeypatch.setattr(arrays, "begin_read", failing(error))
     with pytest.raises(checkpoint.Damaged, match="damaged or incomplete: Input/output error"):
         Engine(definition, Pieces(saved, definition), slots=1, capacity=16)
     with pytest.raises(
@@ -150,9 +134,6 @@ def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
     ],
 )
 def test_memory_that_runs_out_is_no_damage(wide, monkeypatch, error, kind):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(arrays, "begin_read", fail)
+    monkeypatch.setattr(arrays, "begin_read", failing(error))
     with pytest.raises(kind, match="RESOURCE_EXHAUSTED"):
         checkpoint.open_checkpoint(wide).params(cases.define("ladder", **starts.WIDE))

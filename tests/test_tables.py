@@ -167,15 +167,9 @@ def test_the_hub(pages, tmp_path):
         )
 
         def read(*ask, url=url):
-            done = subprocess.run(
-                [sys.executable, "-c", READ, json.dumps(ask)],
-                cwd=tmp_path,
-                env={**os.environ, **there, "HF_ENDPOINT": url},
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, done.stderr
-            return json.loads(done.stdout)
+            environment = {**os.environ, **there, "HF_ENDPOINT": url}
+            command = [sys.executable, "-c", READ, json.dumps(ask)]
+            return json.loads(subprocess.check_output(command, cwd=tmp_path, env=environment))
 
         train = [[f"train {index} {row}" for row in range(4)] for index in range(3)]
         found = read(

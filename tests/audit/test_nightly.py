@@ -45,9 +45,7 @@ PROGRAMS = [
 def counts(python, words, cache):
     command = [python, "-m", "ladder_jax", "overlap", *words.split(), "--json"]
     environment = {**os.environ, "LADDER_JAX_CACHE": str(cache)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(subprocess.check_output(command, env=environment, timeout=1200))
     return {key: result.get(key) for key in COUNTS}, f"jax {result['jax']}, {result['compiler']}"
 
 

@@ -16,7 +16,7 @@ from ladder_jax.predict.program import Program
 from ladder_jax.predict.timeline import Work, play_slots, turns
 from tests import cases
 from tests.changed import ROOT
-from tests.predict.asked import H100, answered, by_residual, of_layers, predict, prompt, run
+from tests.predict.asked import answered, by_residual, of_layers, predict, prompt, run
 
 GUIDE = (ROOT / "docs/guides/halves.md").read_text()
 
@@ -43,18 +43,9 @@ def test_each_all_reduce_stands_beside_the_other_halfs_sublayer(name, length, al
     assert found.wire == pytest.approx(8 * all_reduce)
 
 
-def test_what_is_awaited_stands_between_the_turns():
-    found = in_turn("standard", 0.5, 0.75, waits=True)
-    assert found.seconds == pytest.approx(8 + 4 * (0.5 + 0.75))
-    assert found.wire == pytest.approx(4 * (0.5 + 0.75))
-
-
-def test_a_window_and_contention_take_from_what_is_hidden():
+def test_a_window_takes_from_what_is_hidden():
     late = in_turn("standard", 0.75, 0.75, window=0.5)
     assert late.seconds == pytest.approx(1 + 7 * (0.5 + 0.75) + 0.75)
-    slowed = in_turn("standard", 0.5, 0.5, contention=0.25)
-    # 0.5 s in flight do the work of 0.4 s
-    assert slowed.seconds == pytest.approx(1 + 7 * 1.1 + 0.5)
 
 
 @pytest.mark.parametrize("rows, tokens", [(2, 1), (3, 2), (8, 4096), (1, 4096)])
@@ -90,13 +81,6 @@ def test_the_price_at_few_rows_is_near_what_compilers_estimate():
             assert predicted == pytest.approx(compiled, abs=0.12)
 
 
-def test_halves_cost_nothing_where_rows_are_many_and_everything_where_weights_are_read():
-    many = dict(on=dataclasses.replace(H100, bandwidth=1e60, launch=0.0), rows=2, tokens=1024)
-    assert compute(**many, interleave=2) == pytest.approx(compute(**many, interleave=1))
-    one = dict(on=dataclasses.replace(H100, flops=1e60, launch=0.0), rows=2, tokens=1)
-    assert compute(**one, interleave=2) == pytest.approx(2 * compute(**one, interleave=1), rel=0.02)
-
-
 def opponent(hardware, *, batch, tensor=8):
     answer = predict(hardware=hardware, tensor=tensor, batch=batch, residual="standard")
     return answer.baseline.interleave["step"]
@@ -122,12 +106,10 @@ def test_halves_of_a_decode_step_are_an_opponent_at_large_batches(hardware, whol
 def test_a_row_has_no_halves_in_decoding(capsys):
     words = "--model llama-3-70b --hardware a800-pcie --batch 64 --residual standard,ladder"
     answer = answered(capsys, words)
-    assert answer["baseline"]["interleave"]["step"] == 2
     assert {row["interleave"]["step"] for row in answer["rows"]} == {1}
     # of this library's Standard, which decodes whole batches
     assert answer["rows"][0]["speedup"] < 1
-    out = run(capsys, words)
-    assert "prefill and step in two halves)" in out
+    assert "prefill and step in two halves)" in run(capsys, words)
 
 
 LLAMA = "--model llama-3-70b --hardware v5p --tensor 8 --phase"

@@ -12,18 +12,14 @@ from ladder_jax.predict import layers, machine, model, program
 from ladder_jax.predict.machine import Halves, Link
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.work import FLOAT32, TRAINING, Model, Task
-from tests.predict.asked import H100, HYBRIDS, V5P, check_events, of_layers
+from tests.predict.asked import H100, HYBRIDS, V5P, check_events, of_layers, with_experts
 
 SHARED = 32  # width of a shared expert
 DENSE = 2  # first layers without experts, of 5
 
 
-def config(name, *, dense=DENSE, which=None, count=5, **changes):
-    moe = dict(experts=6, top_k=2, expert_width=48, shared_width=SHARED, dense_layers=dense)
-    shape = dict(num_layers=count, d_model=64, num_heads=8, num_kv_heads=4, head_dim=16, d_ff=256)
-    return preset(
-        "tiny-moe", residual=name, ladder_layers=which, vocab_size=512, moe=moe, **shape | changes
-    )
+def config(name, *, dense=DENSE, count=5):
+    return with_experts(name, layers=count, shared_width=SHARED, dense_layers=dense)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +82,7 @@ def test_fsdp_gathers_each_layers_own_matrices(phase, elements):
     """Where transfers outlast all compute: a gather and, of gradients, a gather and a scatter a
     layer, none twice.
     """
-    shard = Model(config("standard", dtype="bfloat16", tie_embeddings=False), 1, TRAINING)
+    shard = Model(config("standard"), 1, TRAINING)
     link = Link(latency=0.0, step=0.0, bandwidth=1e6)
     slow = dataclasses.replace(
         H100, flops=math.inf, bandwidth=math.inf, launch=0.0, contention=0.0, link=link

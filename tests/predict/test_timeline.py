@@ -51,13 +51,6 @@ def uniform(name, *, layers=8, which=None, contention=0.0, **times):
     return play(plan, work=length, contention=contention, **times)
 
 
-@pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2"])
-def test_what_is_awaited_no_compute_hides(name):
-    found = uniform(name, all_reduce=0.5, waits=True)
-    assert found.seconds == pytest.approx(16 + 16 * 0.5)
-    assert found.wire == pytest.approx(16 * 0.5)
-
-
 def test_compute_slows_while_an_all_reduce_is_in_flight():
     found = uniform("ladder", all_reduce=0.5, contention=0.25)
     # 0.5 s in flight does the work of 0.4 s: each of the 15 sublayers that hide one takes 1.1 s.
