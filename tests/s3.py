@@ -146,16 +146,16 @@ def answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: b
 
 
 def ranged(content: bytes, asked: str | None, about: dict):
-    """The answer with the bytes that a Range header asks for."""
-    found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked or "")
+    """The answer with the bytes that a Range header asks for, in the form that tensorstore has."""
+    found = re.fullmatch(r"bytes=(\d+)-(\d+)", asked or "")
     if not found:
         return 200, content, about
-    size = len(content)
-    begin = int(found[1]) if found[1] else max(0, size - int(found[2]))
-    end = min(size, int(found[2]) + 1) if found[1] and found[2] else size
-    if begin >= size:
+    begin, last = map(int, found.groups())
+    part = content[begin : last + 1]
+    if not part:
         return 416, b"", {}
-    return 206, content[begin:end], {**about, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}
+    place = f"bytes {begin}-{begin + len(part) - 1}/{len(content)}"
+    return 206, part, {**about, "Content-Range": place}
 
 
 def etag(content: bytes) -> str:

@@ -242,20 +242,22 @@ def speeds_without_opponent(text: str) -> list[str]:
     for section in re.split(r"^#+ .*$", prose(text), flags=re.M):
         before = ""
         for block in re.split(r"\n\s*\n", section):
+            head, stated = "", [block]
             if block.startswith("|"):
-                head, *rows = block.splitlines()
-                stated = [(row, before + head + row) for row in rows if SPEED.search(before + head)]
-            else:
-                stated = (
-                    [(block, block)] if not block.startswith("    ") and SPEED.search(block) else []
-                )
-            for what, around in stated:
-                ratio = RATIO.search(re.sub(r"`[^`]*`", "", what))
-                if ratio and not (
-                    OPPONENT.search(" ".join(around.split())) and EVIDENCE.search(section)
-                ):
+                first, *stated = block.splitlines()
+                head = before + first
+            elif block.startswith("    "):
+                continue
+            elif not block.startswith("<!--"):
+                before = block
+            for what in stated:
+                if not SPEED.search(head or what):
+                    continue
+                if not RATIO.search(re.sub(r"`[^`]*`", "", what)):
+                    continue
+                around = " ".join((head + what).split())
+                if not (OPPONENT.search(around) and EVIDENCE.search(section)):
                     found.append(what)
-            before = block if not block.startswith(("|", "<!--", "    ")) else before
     return found
 
 

@@ -132,13 +132,10 @@ def test_how_many_experts_are_chosen(experts, top_k, tokens):
 
 def test_parameters_held_and_active():
     found = models.parameters(QWEN)
-    assert (round(found["parameters"] / 1e9, 1), round(found["parameters_active"] / 1e9, 2)) == (
-        30.5,
-        3.35,
-    )
+    assert round(found["parameters"] / 1e9, 1) == 30.5
+    assert round(found["parameters_active"] / 1e9, 2) == 3.35
     for name, dense in (("tiny-moe", 0), ("qwen1.5-moe-a2.7b", 0), ("tiny-moe", 2)):
-        one = preset(name, num_layers=3, vocab_size=256)
-        one = dataclasses.replace(one, moe=dataclasses.replace(one.moe, dense_layers=dense))
+        one = preset(name, num_layers=3, vocab_size=256, moe=dict(dense_layers=dense))
         definition = nn.define(one, mesh=parallel.make_mesh())
         config = definition.config
         count = models.parameters(config)
@@ -160,11 +157,7 @@ def test_overlap_reports_them(tmp_path, monkeypatch, prints):
     words = "--model tiny-moe --target cpu:2 --phase prefill --residual farskip --layers 1 --prompt-length 16"
     found = json.loads(told(f"{words} --json"))
     assert (found["all_reduces"], found["grouped_matmuls"]) == (2, "expanded")
-    count = models.parameters(preset("tiny-moe", num_layers=1))
-    assert (found["parameters"], found["parameters_active"]) == (
-        count["parameters"],
-        count["parameters_active"],
-    )
+    assert models.parameters(preset("tiny-moe", num_layers=1)).items() <= found.items()
     attention, router, expert = 2 * 128 * (128 + 64), 128 * 8, 3 * 128 * 128
     assert found["flops_active"] == 2 * (16 * (attention / 2 + router + 3 / 2 * expert) + 128 * 128)
     expanded = 16 * (2 * 4 - 2 / 2) * expert * 2  # 4 experts a device, for each of 2 choices

@@ -93,13 +93,11 @@ def test_phases(told, phase, loop, count):
     assert (found["all_reduces"], found["merged"]) == (count, 0)
     assert found["bytes_accessed"] > found["bytes_per_device"] / 4
     purposes = {part for one in found["other_collectives"] for part in one["for"].split(", ")}
-    shared = "gradients of norm gains and other replicated weights"
-    trained = (
-        {"loss", "gradient of the head's input", "gradient norm", shared}
-        if phase == "train"
-        else set()
-    )
-    assert purposes == {"embedding"} | trained
+    expected = {"embedding"}
+    if phase == "train":
+        expected |= {"loss", "gradient of the head's input", "gradient norm"}
+        expected |= {"gradients of norm gains and other replicated weights"}
+    assert purposes == expected
     assert found["other_hidden"] == 0
 
 
@@ -111,8 +109,9 @@ def test_weights_and_a_stream_that_are_split(told):
     found = told(words, as_json=True)
     gathers = found["weights_gathers"]
     scatters = found["gradients_scatters"]
-    assert (gathers["count"], gathers["asynchronous"], gathers["hidden"]) == (7 * (2 + 2), 0, 0)
-    assert (scatters["count"], scatters["asynchronous"], scatters["hidden"]) == (7 * 2, 0, 0)
+    nothing = dict(asynchronous=0, hidden=0)
+    assert dict(nothing, count=7 * (2 + 2)).items() <= gathers.items()
+    assert dict(nothing, count=7 * 2).items() <= scatters.items()
     assert collections.Counter(one["layer"] for one in scatters["each"]) == dict.fromkeys("10", 7)
     forward = [one["kind"] for one in found["reductions"] if one["direction"] == "forward"]
     assert sorted(forward) == ["all-gather"] * 4 + ["reduce-scatter"] * 4
@@ -332,10 +331,8 @@ def test_what_a_user_reads():
         "launch    explicit",
     ):
         assert said in text
-    found = answer.as_dict()
-    assert found["bytes_per_device"] == 10 * 2**30
-    assert found["fits"] is True
-    assert found["launch"] == "explicit"
+    expected = dict(bytes_per_device=10 * 2**30, fits=True, launch="explicit")
+    assert expected.items() <= answer.as_dict().items()
 
 
 NAMES = [f"layer_{n}/attention/{op}" for n in range(4) for op in ("reduce_sum", "dot_general")]

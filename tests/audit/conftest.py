@@ -6,6 +6,7 @@ from ladder_jax.cli.main import parse
 from ladder_jax.config import Launch
 from ladder_jax.overlap import compile as compiling, request as requests, result
 from ladder_jax.schedule import targets
+from ladder_jax.schedule.report import Status
 
 LAYERS = 4
 TPUS = "v5e:2x4 v5p:2x2x2 v6e:2x4 tpu7x:2x2x1"
@@ -51,6 +52,24 @@ def check(answer, all_reduces, hidden, all_to_alls=0, all_to_alls_hidden=0, *, w
     assert all_to_alls_hidden or not found.all_to_alls_hidden, answer.verdict
     if hidden and answer.record.launch == Launch.EXPLICIT.value:
         assert found.window_flops_fraction["least"] >= window, found.window_flops_fraction
+
+
+def check_nothing_hidden_forward(answer, reductions):
+    """The control: of so many. Backward, gradients of weights stand beside some: they wait for no
+    message.
+    """
+    forward = [r for r in answer.report.reductions if not r.backward]
+    assert sum(r.count for r in forward) == reductions
+    assert not any(r.status is Status.HIDDEN for r in forward)
+
+
+def body(found):
+    """The reductions and all-to-alls of the loops' bodies."""
+    return [r for r in found.reductions if r.collective.executions > 1]
+
+
+def all_hidden(found):
+    return all(r.status is Status.HIDDEN for r in body(found))
 
 
 @pytest.fixture

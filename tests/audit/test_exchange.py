@@ -7,8 +7,14 @@ any before it.
 
 import pytest
 
-from ladder_jax.schedule.report import Status
-from tests.audit.conftest import LAYERS, check, table
+from tests.audit.conftest import (
+    LAYERS,
+    all_hidden,
+    body,
+    check,
+    check_nothing_hidden_forward,
+    table,
+)
 
 pytestmark = pytest.mark.audit
 
@@ -49,15 +55,6 @@ def test_counts(request_, counts, compiled):
     assert answer.report.all_to_alls_hidden == counts[3], answer.verdict
 
 
-def body(found):
-    """The reductions and all-to-alls of the loops' bodies."""
-    return [r for r in found.reductions if r.collective.executions > 1]
-
-
-def all_hidden(found):
-    return all(r.status is Status.HIDDEN for r in body(found))
-
-
 @pytest.mark.parametrize("request_", table(TRAINED, model=QWEN3))
 def test_training_hides_all_of_the_body(request_, compiled):
     """In both directions, gathers and scatters too. Around the loop are the first input's gather,
@@ -81,10 +78,7 @@ def test_standard_in_halves_hides_all_of_a_training_step_s_body(request_, compil
 
 @pytest.mark.parametrize("request_", table(STANDARD, model=QWEN3))
 def test_standard_hides_nothing_forward(request_, compiled):
-    """The control. Backward, gradients of weights stand beside some: they wait for no message."""
-    forward = [r for r in compiled(request_).report.reductions if not r.backward]
-    assert sum(r.count for r in forward) == 4 * LAYERS + 1
-    assert not any(r.status is Status.HIDDEN for r in forward)
+    check_nothing_hidden_forward(compiled(request_), 4 * LAYERS + 1)
 
 
 @pytest.mark.parametrize("request_", table(SHARED_TRAINED, model=QWEN1))

@@ -13,8 +13,14 @@ import dataclasses
 import pytest
 
 from ladder_jax.config import Launch, Loop, Phase, Remat
-from ladder_jax.schedule.report import Status
-from tests.audit.conftest import LAYERS, check, table
+from tests.audit.conftest import (
+    LAYERS,
+    all_hidden,
+    body,
+    check,
+    check_nothing_hidden_forward,
+    table,
+)
 
 pytestmark = pytest.mark.audit
 
@@ -74,23 +80,20 @@ def test_counts(request_, counts, compiled):
 def test_scanned_ladder_hides_all_of_the_body(request_, compiled):
     answer = compiled(request_)
     check(answer, hidden=2 * LAYERS, all_reduces=2 * LAYERS + 1)  # the first turn reduces zeros
-    body = [r for r in answer.report.reductions if r.collective.executions > 1]
-    assert len(body) == 2 and all(r.status is Status.HIDDEN for r in body)
+    assert len(body(answer.report)) == 2 and all_hidden(answer.report)
 
 
 @pytest.mark.parametrize("request_", table(TRAIN_STANDARD))
 def test_standard_hides_nothing_forward(request_, compiled):
-    forward = [r for r in compiled(request_).report.reductions if not r.backward]
-    assert sum(r.count for r in forward) == 2 * LAYERS
-    assert not any(r.status is Status.HIDDEN for r in forward)
+    check_nothing_hidden_forward(compiled(request_), 2 * LAYERS)
 
 
 @pytest.mark.parametrize("request_", table(TRAIN_SCANNED))
 def test_training_scanned(request_, compiled):
-    body = 4 * LAYERS
-    least = body if request_.remat is Remat.NONE else LEAST[request_.target.kind]
+    each = 4 * LAYERS
+    least = each if request_.remat is Remat.NONE else LEAST[request_.target.kind]
     answer = compiled(request_)
-    check(answer, hidden=least, all_reduces=body + 1)
+    check(answer, hidden=least, all_reduces=each + 1)
     # The embedding, the head's input, the loss's largest and sum, its target with the norm, the
     # gains' gradients.
     assert sum(one.count for one in answer.report.others) <= 6, [
