@@ -99,7 +99,8 @@ def distances(files):
     for path in sources():
         for found in imports(path):
             importers[found].add(path)
-    near, queue = dict.fromkeys(files, 0), collections.deque(files)
+    near = dict.fromkeys(files, 0)
+    queue = collections.deque(files)
     for text in files:
         if text.suffix != ".py":
             for test in (ROOT / "tests").rglob("test_*.py"):

@@ -121,7 +121,8 @@ def answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: b
     generation, content = bucket.get(key)
     now = None if content is None else etag(content)
     failed = _error(412, "PreconditionFailed", "At least one of the conditions does not hold")
-    wanted, unwanted = headers.get("If-Match"), headers.get("If-None-Match")
+    wanted = headers.get("If-Match")
+    unwanted = headers.get("If-None-Match")
     if wanted is not None and wanted != now:
         return failed
     if unwanted is not None and now is not None and unwanted in ("*", now):
@@ -164,7 +165,9 @@ def etag(content: bytes) -> str:
 
 def _list(bucket: Bucket, query: dict) -> str:
     """All at once: no page has an end here. What follows a delimiter is grouped."""
-    prefix, delimiter, said = query.get("prefix", ""), query.get("delimiter"), {}
+    prefix = query.get("prefix", "")
+    delimiter = query.get("delimiter")
+    said = {}
     for key, (_, content) in bucket.sorted(prefix):
         group, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
         if found:

@@ -28,7 +28,8 @@ ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory):
     """The JSON of one run on 8 simulated devices, and the folder that it wrote to."""
-    folder, out = tmp_path_factory.mktemp("bench"), io.StringIO()
+    folder = tmp_path_factory.mktemp("bench")
+    out = io.StringIO()
     words = [*ASKED, *"--layers 1 --batch 1,2 --json --out speed.json --plot speed.png".split()]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.chdir(folder)
@@ -155,7 +156,8 @@ def test_decode_bytes(tensor):
 def test_prefill_flops_are_the_compilers(name, rows, prompt):
     ours = Model(preset(name, num_layers=1, residual="standard"), 1)
     one = nn.define(ours.config, mesh=parallel.make_mesh())
-    params, tokens = weights.abstract(one, loop=Loop.UNROLLED), jnp.zeros((rows, prompt), jnp.int32)
+    params = weights.abstract(one, loop=Loop.UNROLLED)
+    tokens = jnp.zeros((rows, prompt), jnp.int32)
     lowered = decode.prefill(one, capacity=prompt).lower(params, tokens, tokens[:, 0])
     counted = lowered.cost_analysis()["flops"]
     # Attention on a CPU computes the masked half of the scores too.

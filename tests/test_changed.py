@@ -58,7 +58,9 @@ def test_the_nearest_come_first_and_others_not_at_all(project):
     (project / "ladder_jax" / "low.py").write_text("SIZE = 2")
     ran, done = run(project)
     assert ran == ["test_low", "test_middle", "test_table"]
-    assert "2 passed" in done.stdout and "1 failed" in done.stdout and done.returncode == 1
+    assert "2 passed" in done.stdout
+    assert "1 failed" in done.stdout
+    assert done.returncode == 1
 
 
 def test_no_test_begins_when_the_time_is_over(project):
@@ -73,5 +75,6 @@ def test_a_page_and_a_new_test_are_edits_and_a_commit_is_one_since_another(proje
     subprocess.run(["git", "stash", "-qu"], cwd=project, check=True)
     assert "0 edited files" in run(project)[1].stdout
     done = run(project, "--since", "nowhere")[1]
-    assert done.returncode == 4 and "--since nowhere: fatal: bad revision" in done.stderr
+    assert done.returncode == 4
+    assert "--since nowhere: fatal: bad revision" in done.stderr
     assert "Traceback" not in done.stderr

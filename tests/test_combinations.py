@@ -76,7 +76,8 @@ def test_padding_takes_no_place_with_an_exchanged_expert():
         )[0]
         for fill in (0, 7, tokens[::-1])
     ]
-    assert np.array_equal(logits[0], logits[1]) and np.array_equal(logits[0], logits[2])
+    assert np.array_equal(logits[0], logits[1])
+    assert np.array_equal(logits[0], logits[2])
 
 
 def test_the_pages_table_is_what_the_rules_say():

@@ -53,7 +53,8 @@ def executed(*code: str) -> dict:
 
 
 def assert_learns(losses: list[float]) -> None:
-    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "pycon")], ids=name)
@@ -72,7 +73,9 @@ def test_snippets_run(page):
 
 YOUR_MODEL = blocks(DOCS / "guides/your_model.md", "python")
 BOUND = cases.bound(cases.model(d_model=64, d_ff=128))
-NNX, AUDITED, LINEN = slice(0, 4), slice(0, 5), slice(5, 7)
+NNX = slice(0, 4)
+AUDITED = slice(0, 5)
+LINEN = slice(5, 7)
 
 
 @pytest.mark.parametrize("which", [NNX, LINEN], ids=["nnx", "linen"])
@@ -89,7 +92,8 @@ def test_your_own_model_as_a_standard_is_the_plain_one():
     difference.
     """
     scope = executed(*map(as_standard, YOUR_MODEL[:3]))
-    plain, alone = scope["Plain"](rngs=nnx.Rngs(1)), scope["Ladder"](rngs=nnx.Rngs(0), axes=())
+    plain = scope["Plain"](rngs=nnx.Rngs(1))
+    alone = scope["Ladder"](rngs=nnx.Rngs(0), axes=())
     stacked = jax.tree.map(
         lambda *layers: np.stack(layers), *(nnx.state(block) for block in plain.blocks)
     )
@@ -121,7 +125,8 @@ def test_the_explicit_model_trains_beside_one_of_ours(capsys):
 def test_the_explicit_model_as_a_standard_is_the_plain_one():
     with jax.set_mesh(None):
         scope = executed(*map(as_standard, EXPLICIT[:2]))
-        params, tokens = scope["initial"](jax.random.key(0)), np.arange(32).reshape(4, 8)
+        params = scope["initial"](jax.random.key(0))
+        tokens = np.arange(32).reshape(4, 8)
         ladder, plain = (jax.jit(scope[name])(params, tokens) for name in ("ladder", "plain"))
     assert cases.error(ladder, plain) < BOUND
 
@@ -214,10 +219,8 @@ def test_the_table_is_what_was_measured_and_is_predicted():
     standard, ladder = (row["tokens_per_second"] for row in of_card if row["batch"] == 1)
     # The median of the paired repeats, as `bench` says it; the ratio of the medians is 0.01 from it
     # at most.
-    assert (
-        "| Llama-3-8B, one H200, 1 x 1, 128 tokens | 1.02 | 1.00 | we:" in README
-        and abs(ladder / standard - 1.02) < 0.01
-    )
+    assert "| Llama-3-8B, one H200, 1 x 1, 128 tokens | 1.02 | 1.00 | we:" in README
+    assert abs(ladder / standard - 1.02) < 0.01
 
 
 SPEED = re.compile(r"speed|faster|tokens/s|tokens a second|latency|less time|first token", re.I)
@@ -242,7 +245,8 @@ def speeds_without_opponent(text: str) -> list[str]:
     for section in re.split(r"^#+ .*$", prose(text), flags=re.M):
         before = ""
         for block in re.split(r"\n\s*\n", section):
-            head, stated = "", [block]
+            head = ""
+            stated = [block]
             if block.startswith("|"):
                 first, *stated = block.splitlines()
                 head = before + first
@@ -360,7 +364,8 @@ def shown_predictions() -> list[tuple]:
         README,
         re.M,
     )
-    assert len(rows) >= 8 and README.index("Ladder over it") < README.index("who measured")
+    assert len(rows) >= 8
+    assert README.index("Ladder over it") < README.index("who measured")
     return rows
 
 
@@ -459,17 +464,21 @@ def test_notebooks_have_the_outputs_of_a_run_without_errors():
 
 def test_the_citation_is_of_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == ladder_jax.__version__ and cited["license"] == "Apache-2.0"
+    assert cited["version"] == ladder_jax.__version__
+    assert cited["license"] == "Apache-2.0"
     assert "2501.06589" in cited["references"][0]["identifiers"][0]["value"]
 
 
 def test_shapes_that_the_format_names():
     definition = ladder_jax.Transformer(ladder_jax.preset("tiny"), rngs=nnx.Rngs(0)).definition
-    text, sizes = " ".join((DOCS / "checkpoints.md").read_text().split()), {}
+    text = " ".join((DOCS / "checkpoints.md").read_text().split())
+    sizes = {}
     for path, dims in re.findall(r"`([\w/]+)` \[(\w(?:, \w)*)\]", text):
         array = definition.abstract
         for part in path.split("/"):
             array = array[part]
         for letter, size in zip(dims.split(", "), array.shape, strict=True):
             assert sizes.setdefault(letter, size) == size
-    assert sizes["L"] == 4 and sizes["D"] == 128 and sizes["N"] * sizes["H"] == 128
+    assert sizes["L"] == 4
+    assert sizes["D"] == 128
+    assert sizes["N"] * sizes["H"] == 128

@@ -23,7 +23,10 @@ from ladder_jax.schedule.cost import Costs
 from ladder_jax.schedule.grouped import Experts, Form
 
 QWEN = preset("qwen3-30b-a3b")
-D, M, E, K = 2048, 768, 128, 8
+D = 2048
+M = 768
+E = 128
+K = 8
 EIGHTH = Experts(QWEN.moe, 8)
 ROUTED = ("router", "sort", "experts' gate, up", "activate", "experts' down", "add up")
 
@@ -73,15 +76,18 @@ def counted(line, experts):
 ], ids=["tpu", "gpu", "over rows"])  # fmt: skip
 def test_a_kernel_computes_its_own_rows_and_reads_the_chosen_experts(line, moved):
     program, instruction, one = counted(line, EIGHTH)
-    assert one.flops == 2 * ROWS / 8 * D * M and one.bytes == pytest.approx(moved)
+    assert one.flops == 2 * ROWS / 8 * D * M
+    assert one.bytes == pytest.approx(moved)
     assert Costs(program, experts=EIGHTH).bytes_moved == round(moved)
     flops = Costs(program, experts=EIGHTH).flops_of([instruction])
-    assert flops == {"mlp": one.flops} and grouped.form(program) is Form.KERNELS
+    assert flops == {"mlp": one.flops}
+    assert grouped.form(program) is Form.KERNELS
 
 
 def test_of_an_unknown_model_all_rows_and_matrices_count():
     program, instruction, one = counted(FORWARD, None)
-    assert one.flops == 2 * ROWS * D * M and one.bytes == (ROWS * D + 16 * D * M) * 2
+    assert one.flops == 2 * ROWS * D * M
+    assert one.bytes == (ROWS * D + 16 * D * M) * 2
     assert Costs(program).cycles(instruction) == 0
 
 
@@ -109,7 +115,8 @@ def test_a_kernel_takes_as_long_as_reading_or_its_whole_tiles():
 
 def test_where_xla_expands_every_row_passes_every_expert():
     program, instruction, one = counted(EXPANDED, EIGHTH)
-    assert one is None and grouped.form(program) is Form.EXPANDED
+    assert one is None
+    assert grouped.form(program) is Form.EXPANDED
     flops = Costs(program).flops_of([instruction])
     assert flops == {"mlp": 16 * 2 * ROWS * D * M}
     request = requests.make(
@@ -158,7 +165,9 @@ def test_overlap_reports_them(tmp_path, monkeypatch, prints):
     found = json.loads(told(f"{words} --json"))
     assert (found["all_reduces"], found["grouped_matmuls"]) == (2, "expanded")
     assert models.parameters(preset("tiny-moe", num_layers=1)).items() <= found.items()
-    attention, router, expert = 2 * 128 * (128 + 64), 128 * 8, 3 * 128 * 128
+    attention = 2 * 128 * (128 + 64)
+    router = 128 * 8
+    expert = 3 * 128 * 128
     assert found["flops_active"] == 2 * (16 * (attention / 2 + router + 3 / 2 * expert) + 128 * 128)
     expanded = 16 * (2 * 4 - 2 / 2) * expert * 2  # 4 experts a device, for each of 2 choices
     scores = 2 * 2 * 4 * 16 * 16 * 16  # of 4 heads of 16, the masked half too
@@ -177,7 +186,8 @@ def test_predicted_kernels():
     ours = work.Model(QWEN, 8)
     block = ours.decode_step(rows=16, prompt_length=1024, new_tokens=512)
     kernels = {one.name: one for one in ours.step((work.MLP,), block)}
-    assert kernels["router"].weights == 4 * D * E and kernels["router"].flops == 2 * 16 * D * E
+    assert kernels["router"].weights == 4 * D * E
+    assert kernels["router"].flops == 2 * 16 * D * E
     assert kernels["experts' gate, up"].flops == 2 * (16 * K / 8) * D * 2 * M
     assert kernels["experts' down"].weights == pytest.approx(CHOSEN * M * D * 2)
     assert kernels["sort"].activations == 2 * 16 * K * D * 2
@@ -194,7 +204,8 @@ def test_predicted_shared_expert():
     ]
     dense = ["gate, up", "activate", "down"]
     assert names("ladder", (1,)) == ["norm", *ROUTED, *dense]
-    assert names("farskip", (1,)) == ["norm", *ROUTED] and names("farskip", (2,)) == [
+    assert names("farskip", (1,)) == ["norm", *ROUTED]
+    assert names("farskip", (2,)) == [
         "norm",
         *dense,
     ]
@@ -203,7 +214,8 @@ def test_predicted_shared_expert():
 
 def test_predict_offers_what_experts_allow():
     one = predict_requests.make(model="qwen1.5-moe-a2.7b", hardware="v5p", tensor=4)
-    assert "farskip" in one.residuals and not {"ladder-fresh", "desync-2"} & set(one.residuals)
+    assert "farskip" in one.residuals
+    assert not {"ladder-fresh", "desync-2"} & set(one.residuals)
     assert "farskip" not in predict_requests.make(model="qwen3-30b-a3b", hardware="v5p").residuals
 
 
@@ -218,7 +230,8 @@ def test_plan_holds_all_and_computes_the_active():
     forward, recomputed = plan_speed.flops(one, request=request)
     active = 48 * (shard.attention + D * E + K / 4 * 3 * D * M) + shard.vocabulary * D
     scores = 48 * 2 * 8 * 128 * 4096 * 4097
-    assert forward == 2 * 4096 * active + scores and recomputed == 0
+    assert forward == 2 * 4096 * active + scores
+    assert recomputed == 0
     # Of more tokens than a chunk no rows are kept; the experts are computed again.
     large = dataclasses.replace(one, rows=4, accumulate=1)
     assert plan_speed.flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M

@@ -75,7 +75,8 @@ def test_memory_that_does_not_suffice_is_one_line(
 ):
     """While loading, compiling or running; the same for each verb that decodes."""
     monkeypatch.setattr(what, where, error)
-    questions, prompts = tmp_path / "questions.jsonl", tmp_path / "prompts.jsonl"
+    questions = tmp_path / "questions.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
     questions.write_text('{"question": "2 + 2 =", "answer": "#### 4"}\n')
     prompts.write_text('{"prompt": "a"}\n')
     said = "Out of memory allocating 9 bytes" if error is not no_memory else "no more of it"

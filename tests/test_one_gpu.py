@@ -31,7 +31,8 @@ def program(name):
     definition = nn.define(request.config(name), mesh=parallel.make_mesh())
     [params] = measure.random_weights([definition])
     caches = steps.make_cache(definition, rows=2, capacity=16, loop=Loop.UNROLLED)()
-    tokens, nothing = jnp.array([3, 5], jnp.int32), jnp.zeros(2, jnp.int32)
+    tokens = jnp.array([3, 5], jnp.int32)
+    nothing = jnp.zeros(2, jnp.int32)
     seen = decode.seen_in(definition)(tokens[:, None], nothing)
     settings = decode.Settings.of(jax.random.split(jax.random.key(0), 2))
     loop = decode.decode_many(definition, count=4, choice=decode.Choice.GREEDY)
@@ -104,14 +105,16 @@ def test_a_run_goes_on_where_it_stood(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setitem(command.PARTS, "share", "no.such.module")
     status, said = run("--parts", "halves", "share")
-    assert status == 1 and said.endswith("not measured, for the reasons above: share\n")
+    assert status == 1
+    assert said.endswith("not measured, for the reasons above: share\n")
     kept = out.read_text()
     probe = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[-1], 'w'))"
     (tmp_path / "probe.py").write_text(probe)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(command.PARTS, "wire-no-graphs", "probe {numbers}")
     status, said = run("--parts", "halves", "wire-no-graphs")
-    assert status == 0 and f"halves: stands in {out}" in said
+    assert status == 0
+    assert f"halves: stands in {out}" in said
     found = json.loads(out.read_text())
     assert found["halves"] == json.loads(kept)["halves"]
     assert [row["interleave"] for row in found["halves"]["rows"]] == [1, 2]
@@ -135,7 +138,9 @@ def test_the_page_says_what_was_measured():
             row["prefill_seconds_each"] for row in found["halves"]["rows"] if row["batch"] == batch
         )
         ratios = sorted(half / one for one, half in zip(whole, halves))
-        middle, least, most = ratios[len(ratios) // 2], ratios[0], ratios[-1]
+        middle = ratios[len(ratios) // 2]
+        least = ratios[0]
+        most = ratios[-1]
         assert f"{middle:.2f} ({least:.2f} to {most:.2f})" in prose
     [copied] = (c for c in found["ceilings"]["copies"] if (c["gib"], c["form"]) == (1, "~x uint32"))
     assert f"reach {copied['best'] / 1e9:,.0f} " in prose
@@ -153,9 +158,11 @@ def test_the_speed_model_beside_the_card():
     )
     standard = {row["batch"]: row for row in rows if row["residual"] == "standard"}
     computed = lambda one: one.seconds - one.exposed
-    prefill, decode = [], []
+    prefill = []
+    decode = []
     for batch in (1, 16):
-        predicted, measured = speeds.speed(model, rows=batch, **on), standard[batch]
+        predicted = speeds.speed(model, rows=batch, **on)
+        measured = standard[batch]
         prefill.append(computed(predicted.prefill) / measured["prefill_seconds"])
         decode.append(computed(predicted.step) * 63 / measured["decode_seconds"])
     said = lambda ratios: " and ".join(f"{ratio:.2f}" for ratio in ratios)

@@ -271,7 +271,8 @@ def test_the_ranks_of_a_topology_that_depends_on_them():
 
 
 def test_defaults_of_a_phase():
-    serving, training = large("v5p:2x2x2", "decode"), large("tpu7x:2x2x1", "train")
+    serving = large("v5p:2x2x2", "decode")
+    training = large("tpu7x:2x2x1", "train")
     assert (serving.loop, serving.batch, serving.context) == (Loop.UNROLLED, 16, 2048)
     assert (training.loop, training.batch, training.prompt_length) == (Loop.SCAN, 1, 1024)
 

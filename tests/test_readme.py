@@ -19,13 +19,15 @@ def test_the_first_snippet():
     assert len([line for line in snippet.splitlines() if line.strip()]) <= 14
     scope = {}
     exec(compile(snippet, "README.md", "exec"), scope)  # noqa: S102
-    assert scope["logits"].shape == (2, 16, 256) and scope["logits"].dtype == np.float32
+    assert scope["logits"].shape == (2, 16, 256)
+    assert scope["logits"].dtype == np.float32
     assert np.isfinite(np.asarray(scope["logits"])).all()
 
 
 def test_public_names():
     for name in ladder_jax.__all__:
-        assert getattr(ladder_jax, name) is not None and name in dir(ladder_jax)
+        assert getattr(ladder_jax, name) is not None
+        assert name in dir(ladder_jax)
     with pytest.raises(AttributeError, match="no attribute 'Transfomer'"):
         ladder_jax.Transfomer  # noqa: B018
 

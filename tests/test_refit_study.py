@@ -84,7 +84,8 @@ def test_rows_are_the_librarys_refit(measurement, way, projections):
 
 def test_rows_are_drawn_by_their_seed(measurement):
     of = lambda **asked: measurement.calibration(refitted("2", tokens=128, **asked))
-    assert np.array_equal(of(seed=1), of(seed=1)) and not np.array_equal(of(seed=1), of(seed=2))
+    assert np.array_equal(of(seed=1), of(seed=1))
+    assert not np.array_equal(of(seed=1), of(seed=2))
     with pytest.raises(UserError, match="wikitext has 9 rows to calibrate on; 10 are asked for"):
         measurement.calibration(refitted("2", tokens=10 * SEQUENCE))
 
@@ -94,7 +95,8 @@ def test_texts_are_cut_in_two(tmp_path, monkeypatch):
     (tmp_path / "c.jsonl").write_text(json.dumps({"question": "q" * 150, "answer": "4" * 150}))
     text = command.read("gsm8k", str(tmp_path / "c.jsonl"))
     held_out, rest = command.cut("gsm8k", text, tokenizer=LETTERS)
-    assert set(held_out) == {ord("q")} and set(rest.ravel()) == {ord("q"), ord("\n"), ord("4")}
+    assert set(held_out) == {ord("q")}
+    assert set(rest.ravel()) == {ord("q"), ord("\n"), ord("4")}
     with pytest.raises(UserError, match="--wikitext: 80 tokens are too few"):
         command.cut("wikitext", "a" * 80, tokenizer=LETTERS)
     with pytest.raises(UserError, match="cannot read --gsm8k '.*none': No such file"):
@@ -117,9 +119,8 @@ def test_tables(tmp_path, capsys):
     (tmp_path / "results.json").write_text(json.dumps({"rows": rows}))
     assert command.main(["--tables", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "| last 15 | 4.000 | 2.400 | +2.000 | +0.400 | 80% |" in printed and "2.500" not in printed
-    )
+    assert "| last 15 | 4.000 | 2.400 | +2.000 | +0.400 | 80% |" in printed
+    assert "2.500" not in printed
     assert command.main(["--out", str(tmp_path), "--wikitext", "x"]) == 2
     assert "refit: name the texts: --gsm8k FILE is missing" in capsys.readouterr().err
     assert command.main(["--tables", "--out", str(tmp_path / "none")]) == 2

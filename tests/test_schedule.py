@@ -12,7 +12,8 @@ from ladder_jax.schedule.report import Status
 from tests.hlo import RANKS, SUBLAYERS, UNROLLED, D, F, T, parsed, text
 
 LAST = "; the last one comes after all compute, so it is always exposed"
-SYNCHRONOUS, AWAITED = ": each is synchronous", ": each is awaited where it is issued"
+SYNCHRONOUS = ": each is synchronous"
+AWAITED = ": each is awaited where it is issued"
 MERGED = "; 6 were merged by the compiler, so no compute can hide them"
 COUNTS = [
     # (reductions, of them asynchronous, hidden, merged), and why the others are not hidden
@@ -82,11 +83,8 @@ def test_halves_stand_around_a_whole_sublayer():
     """
     assert schedule.audit(text("h100-halves")).window_flops_fraction["least"] >= 1
     assert schedule.audit(text("h100-unrolled")).window_flops_fraction["median"] < 0.6
-    names = {
-        r.collective.op_name.rpartition("/")[2]
-        for r in schedule.audit(text("h100-halves")).reductions[:-1]
-    }
-    assert names == {"psum_invariant_start"}
+    started = schedule.audit(text("h100-halves")).reductions[:-1]
+    assert all(r.collective.op_name.endswith("/psum_invariant_start") for r in started)
 
 
 def dumped(text):
@@ -160,12 +158,8 @@ def test_a_ring_is_one_collective(name, ff):
     assert (found.all_reduces, found.asynchronous, found.merged) == (4, 4, 0)
     half = 2 * T * D * ff / RANKS  # FLOPs of one of a sublayer's two matmuls
     for ring in (r.collective for r in found.reductions):
-        assert (ring.axes, ring.ranks, len(ring.parts), ring.matmul) == (
-            ("tensor",),
-            RANKS,
-            7,
-            half,
-        )
+        assert ring.axes == ("tensor",)
+        assert (ring.ranks, len(ring.parts), ring.matmul) == (RANKS, 7, half)
 
 
 def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
@@ -178,7 +172,10 @@ def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
         return of(dataclasses.replace(first, flops=flops), *others)
 
     of = lambda *permutes: rings.covered(dataclasses.replace(ring, permutes=permutes))
-    assert of(first, *others) and covered(0.5) and not covered(0.49) and not covered(0)
+    assert of(first, *others)
+    assert covered(0.5)
+    assert not covered(0.49)
+    assert not covered(0)
     assert not rings.covered(dataclasses.replace(ring, matmul=0.0))
 
 
@@ -236,7 +233,8 @@ def test_weights_that_a_compiler_gathers_at_once():
 
 @pytest.mark.parametrize("name", ["h100-sharded", "tpu7x-sharded"])
 def test_what_is_moved_over_the_fsdp_axis(name):
-    found, whole = read(name, ranks=4), D * F // 4
+    found = read(name, ranks=4)
+    whole = D * F // 4
     of = lambda transfers: {
         (c.axes, c.ranks, c.bytes // c.operands) for c in (t.collective for t in transfers)
     }

@@ -47,7 +47,8 @@ def test_csv(tmp_path, ending):
     assert texts(path) == [*TEXTS, ""]
     assert texts(path, field="id") == ["0", "1", "2", "3", "4", "9"]
     made = make([folder], tmp_path / "out")
-    assert texts_in(tmp_path / "out") == TEXTS and made.shards[0].empty == 1
+    assert texts_in(tmp_path / "out") == TEXTS
+    assert made.shards[0].empty == 1
 
 
 def test_arrow(tmp_path):
@@ -148,7 +149,8 @@ def test_the_hub(pages, tmp_path):
     """Streamed in order; in the user's folders only the Hub client's notes of small files are
     left.
     """
-    home, where = tmp_path / "home", "hf://datasets/someone/pages"
+    home = tmp_path / "home"
+    where = "hf://datasets/someone/pages"
     home.mkdir()
     # of its name, below what will be the current folder: not what is meant
     local = tmp_path / "someone" / "pages"
@@ -187,7 +189,8 @@ def test_the_hub(pages, tmp_path):
             "Repository Not Found",
             "a data set of the Hub is hf://datasets/OWNER/NAME or",
         )):  # fmt: skip
-            assert message in error and "\n" not in error
+            assert message in error
+            assert "\n" not in error
         assert read(("hf://datasets/someone/csv", {}), url=other) == [[["001", "null"]]]
     assert any(hub.COMMIT in one for one in asked)
     assert not any(path.suffix in (".parquet", ".arrow", ".csv") for path in home.rglob("*"))
@@ -210,6 +213,5 @@ def test_nothing_is_left_behind(run_cli, tmp_path):
         "tokenize", "a.csv", "--out", "out", "--workers", "1", cwd=tmp_path, check_status=0, **here
     )
     assert texts_in(tmp_path / "out") == ["one", "two"]
-    assert not list((tmp_path / "home").rglob("*")) and not list(
-        (tmp_path / "temporary").rglob("*")
-    )
+    assert not list((tmp_path / "home").rglob("*"))
+    assert not list((tmp_path / "temporary").rglob("*"))

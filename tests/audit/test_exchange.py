@@ -18,7 +18,8 @@ from tests.audit.conftest import (
 
 pytestmark = pytest.mark.audit
 
-QWEN3, QWEN1 = "qwen3-30b-a3b", "qwen1.5-moe-a2.7b"
+QWEN3 = "qwen3-30b-a3b"
+QWEN1 = "qwen1.5-moe-a2.7b"
 TARGETS = "v5p:2x2x2 tpu7x:2x2x1 h100:8 v6e:2x4"
 SAMPLED = "v5p:2x2x2* tpu7x:2x2x1 h100:8 v6e:2x4"
 PREFILL = "--phase prefill --sequence-parallel --experts exchange --prompt-length"

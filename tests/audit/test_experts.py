@@ -13,7 +13,8 @@ from tests.audit.conftest import LAYERS, check, table
 
 pytestmark = pytest.mark.audit
 
-QWEN3, QWEN1 = "qwen3-30b-a3b", "qwen1.5-moe-a2.7b"
+QWEN3 = "qwen3-30b-a3b"
+QWEN1 = "qwen1.5-moe-a2.7b"
 WITH_HALVES = "v5p:2x2x2 v6e:2x4 tpu7x:2x2x1"  # of the TPUs
 PREFILL = f"--phase prefill --residual ladder | {WITH_HALVES}"
 DECODE = f"--phase decode --residual ladder | {WITH_HALVES}"

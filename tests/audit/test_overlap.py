@@ -80,7 +80,8 @@ def test_counts(request_, counts, compiled):
 def test_scanned_ladder_hides_all_of_the_body(request_, compiled):
     answer = compiled(request_)
     check(answer, hidden=2 * LAYERS, all_reduces=2 * LAYERS + 1)  # the first turn reduces zeros
-    assert len(body(answer.report)) == 2 and all_hidden(answer.report)
+    assert len(body(answer.report)) == 2
+    assert all_hidden(answer.report)
 
 
 @pytest.mark.parametrize("request_", table(TRAIN_STANDARD))
@@ -107,10 +108,8 @@ def test_small_reductions(request_, compiled):
     """16 KiB at batch 1; on GPUs by XLA's one kernel."""
     answer = compiled(request_)
     check(answer, hidden=2 * LAYERS - 1, all_reduces=2 * LAYERS)
-    assert (
-        answer.record.launch == "explicit"
-        and "xla_gpu_experimental_use_collective_kernels" not in answer.record.options
-    )
+    assert answer.record.launch == "explicit"
+    assert "xla_gpu_experimental_use_collective_kernels" not in answer.record.options
 
 
 @pytest.mark.machine_code
@@ -120,10 +119,8 @@ def test_whole_windows_cost_at_most_2_percent(request_, compiled):
     smaller windows. In a scanned prefill on v5p 2.7 %: the compiler brings fewer operands of the
     output projections into vector memory ahead.
     """
-    chained, halves = (
-        compiled(request_),
-        compiled(dataclasses.replace(request_, launch=Launch.AUTO)),
-    )
+    chained = compiled(request_)
+    halves = compiled(dataclasses.replace(request_, launch=Launch.AUTO))
     assert (chained.record.launch, halves.record.launch) == ("chained", "explicit")
     turns = request_.loop is Loop.SCAN
     for answer in (chained, halves):

@@ -41,7 +41,8 @@ def test_rings_are_hidden_under_their_matmuls(request_, compiled):
     answer = compiled(request_)
     assert (answer.report.all_reduces, answer.report.merged) == (4 * LAYERS + 1, 0)
     found = statuses(answer)
-    assert found["head"] == [False] and len(found["input"]) == len(found["output"]) == 2 * LAYERS
+    assert found["head"] == [False]
+    assert len(found["input"]) == len(found["output"]) == 2 * LAYERS
     least = 14 if request_.target.platform == "tpu" else 12
     assert sum(found["input"] + found["output"]) >= least, answer.verdict
 

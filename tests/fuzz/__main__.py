@@ -19,7 +19,8 @@ import traceback
 from ladder_jax.errors import UserError, one_line
 from tests.fuzz.readers import READERS, Reader
 
-SECONDS, BYTES = 5, 2**30
+SECONDS = 5
+BYTES = 2**30
 SHOWN = 20  # errors, after which a reader's inputs are left
 
 

@@ -179,7 +179,8 @@ BOMB = [
 def yaml_text(rng: random.Random, content: bytes) -> bytes:
     lines = content.split(b"\n")
     for _ in range(rng.randint(1, 3)):
-        at, word = rng.randrange(len(lines)), rng.choice(YAML_WORDS)
+        at = rng.randrange(len(lines))
+        word = rng.choice(YAML_WORDS)
         name, colon, _ = lines[at].partition(b":")
         changed = [
             name + colon + b" " + word,

@@ -25,7 +25,11 @@ from tests.predict.asked import H100, answered, by_residual, of_layers, predict,
 RANKS = 4
 TOKENS = 256  # of all ranks
 # of the small model
-LAYERS, D, HEADS, KEYS, HEAD = 3, 64, 8, 4, 16
+LAYERS = 3
+D = 64
+HEADS = 8
+KEYS = 4
+HEAD = 16
 E, K, M, SHARED, CAPACITY = 6, 2, 48, 32, 1.5  # experts, of which two fill up: 8
 PER_RANK = TOKENS // RANKS
 SLOTS = math.ceil(CAPACITY * PER_RANK * K / E)  # 32
@@ -301,7 +305,8 @@ def test_the_guide_has_what_is_predicted(hardware):
         return predict(residual="standard,ladder", **asked).rows
 
     reduce, exchange = ExpertParallelism
-    long, two = dict(prompt_length=32768), dict(batch=2, prompt_length=16384)
+    long = dict(prompt_length=32768)
+    two = dict(batch=2, prompt_length=16384)
     whole = dict(interleave=Interleave.WHOLE)
     pace = lambda row: f"{row.tokens_per_second:,.0f}"
     exposed = lambda speed: f"{1e3 * speed.exposed:.0f} of {1e3 * speed.seconds:.0f} ms"
@@ -312,6 +317,7 @@ def test_the_guide_has_what_is_predicted(hardware):
     halved, _ = rows(reduce, **long)
     standard, ladder = rows(exchange, **two)
     for one in (halved, standard):
-        assert one.speed.program.interleave == 2 and pace(one) in page
+        assert one.speed.program.interleave == 2
+        assert pace(one) in page
     cells = map(pace, (rows(exchange, **two, **whole)[0], standard, ladder))
     assert f"| `{hardware}` | {' | '.join(cells)} | {ladder.speedup:.2f} |" in page

@@ -255,10 +255,8 @@ def test_no_is_said_plainly(capsys):
 
 @pytest.mark.parametrize("speedup, said", [(1.029, "standard"), (1.03, "ladder")])
 def test_what_a_ladder_must_gain(speedup, said):
-    rows = [
-        types.SimpleNamespace(residual=name, speedup=gain)
-        for name, gain in (("standard", 1), ("ladder", speedup))
-    ]
+    row = types.SimpleNamespace
+    rows = [row(residual="standard", speedup=1), row(residual="ladder", speedup=speedup)]
     opponent = Pass(seconds=1.0, wire=0.1, exposed=0.1)
     found = result.advise(rows, opponent, name="Standard (ring all-reduce)", tensor=8)
     assert (found.residual, found.ladder_helps) == (said, said == "ladder")

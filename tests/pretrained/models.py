@@ -165,16 +165,23 @@ def shapes(told: dict) -> dict[str, tuple[int, ...]]:
     """What transformers has in a model of this configuration, [out, in]; of experts, as the Hub's
     checkpoints.
     """
-    family, width = told["model_type"], told["hidden_size"]
+    family = told["model_type"]
+    width = told["hidden_size"]
     heads = told["num_attention_heads"]
     size = told.get("head_dim") or width // heads
     queries = heads * size
     keys = (told.get("num_key_value_heads") or heads) * size
     experts = told.get("num_experts") or told.get("num_local_experts") or 0
     inner = told["intermediate_size"]
-    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    block = "mlp"
+    gate = "gate_proj"
+    up = "up_proj"
+    down = "down_proj"
     if family == "mixtral":
-        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+        block = "block_sparse_moe"
+        gate = "w1"
+        up = "w3"
+        down = "w2"
     found = {
         "model.embed_tokens.weight": (told["vocab_size"], width),
         "model.norm.weight": (width,),

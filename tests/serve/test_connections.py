@@ -108,7 +108,8 @@ def test_what_does_not_come(engine, serving, monkeypatch, sent):
     """However slowly it comes. The last of these goes on with its body after it was refused."""
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.5)
     with serving(engine, key="sesame") as (_, url), connected(url, sent) as sock:
-        begun, answer = time.monotonic(), b""
+        begun = time.monotonic()
+        answer = b""
         sock.settimeout(0.05)
         while time.monotonic() < begun + 60:
             try:
@@ -189,7 +190,8 @@ def test_a_wrong_key_costs_the_others_nothing(engine, serving, monkeypatch):
         flooding.join()
         until(lambda: is_closed(sock) or None)
     sizes = [len(data) for data in read]
-    assert max(sizes) <= server.READ_BYTES and sum(sizes) < 100_000
+    assert max(sizes) <= server.READ_BYTES
+    assert sum(sizes) < 100_000
 
 
 @pytest.fixture
@@ -259,14 +261,14 @@ def test_clients_that_read_slowly(engine, serving, few, monkeypatch):
     """They have as long as they go on reading."""
     monkeypatch.setattr(server, "READ_SECONDS", 1.5)
     with serving(engine) as (_, url), deaf(url, LARGE % CLOSING) as sock:
-        begun, content = time.monotonic(), b""
+        begun = time.monotonic()
+        content = b""
         while part := sock.recv(300):
             content += part
             time.sleep(0.1)
         assert time.monotonic() - begun > 1.5 * server.READ_SECONDS
-        assert content.startswith(b"HTTP/1.1 200") and "paths" in json.loads(
-            content.partition(b"\r\n\r\n")[2]
-        )
+        assert content.startswith(b"HTTP/1.1 200")
+        assert "paths" in json.loads(content.partition(b"\r\n\r\n")[2])
 
 
 def test_no_message_waits_for_an_acknowledgement(engine, serving, few):
