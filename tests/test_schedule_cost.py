@@ -141,6 +141,13 @@ def test_garbage_estimates_are_skipped():
     assert 0 < after.step_cycles <= before.step_cycles
 
 
+def test_cycles_are_those_of_what_stands_beside_a_collective():
+    found = [one.collective for one in schedule.audit(text("tpu7x-unrolled")).reductions]
+    beside = [one for one in found if one.operations]
+    assert beside
+    assert all(one.cycles > 1000 for one in beside), found
+
+
 def test_a_timeline_waits_only_for_what_is_exposed():
     """Standard waits for every reduction; Ladder for the last, where the wire is fast enough."""
     waits = {}
