@@ -133,7 +133,8 @@ def excluded() -> dict[tuple[str, str], str]:
 
 def table() -> str:
     pairs = excluded()
-    rows, free = [], []
+    rows = []
+    free = []
     for one in FEATURES:
         others = [b if a == one.name else a for a, b in pairs if one.name in (a, b)]
         needs = ", ".join(f"`{setting}`" for setting in one.needs)

@@ -102,11 +102,13 @@ def parameters(definition: nn.ModelDef, *, seed: int = 0):
         kind = dims.removeprefix("L")
         fan_in = (reference.SUMMED | {"DC": (0,)}).get(kind)
         sizes = leaf.shape[len(dims) - len(kind) :]
-        mean, scale = 0, 0.3
+        mean = 0
+        scale = 0.3
         if path[-1].key == "share":  # around 1 the gate is open, and has hardly a gradient
             scale = 0.2
         elif kind in ("D", "H") or path[-1].key == "scale":
-            mean, scale = 1, 0.2
+            mean = 1
+            scale = 0.2
         elif fan_in:
             scale = 1.3 / np.sqrt(np.prod([sizes[i] for i in fan_in]))
         real = list(leaf.shape)  # drawn without the padding, which depends on the mesh
@@ -162,7 +164,8 @@ def _depends_on_ranks(name: str) -> bool:
 @functools.cache
 def _dense(function, name: str, ranks: int, shape_BT: tuple[int, int] = (4, 10), **changes):
     definition = define(name, tensor=ranks, **changes)
-    of, batch = shape(name, definition.config, ranks=ranks), tokens(shape_BT)
+    of = shape(name, definition.config, ranks=ranks)
+    batch = tokens(shape_BT)
     gradient = function is not reference.logits
     return reference.evaluate(function, parameters(definition), batch, of, gradient=gradient)
 
@@ -262,10 +265,12 @@ def check_prefill_and_decode(definition, stored, tokens, lengths, full, *, new, 
     """Prompts of these lengths, with rubbish beyond their ends, and `new` decode steps after them:
     the logits are those of the `full` pass [B, T, V].
     """
-    rows, longest = np.arange(len(tokens)), max(lengths)
+    rows = np.arange(len(tokens))
+    longest = max(lengths)
     prompts = np.where(np.arange(longest) < lengths[:, None], tokens[:, :longest], 99)
     logits, caches = decode.prefill(definition, capacity=32, **form)(stored, prompts, lengths)
-    found, step = [logits], one_step.decode(definition, **form)
+    found = [logits]
+    step = one_step.decode(definition, **form)
     for length in (lengths + n for n in range(new)):
         logits, caches = step(stored, caches, tokens[rows, length], length)
         found.append(logits)

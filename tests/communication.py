@@ -67,9 +67,11 @@ def check(text: str, *, name: str, loop: Loop, directions: tuple[str, ...] = (LA
         places = [computation for d, computation, *_ in found if d == direction]
         inside = [computation for computation in places if computation != "entry"]
         if loop is Loop.UNROLLED:
-            assert len(places) == IN_ALL[name] and not inside
+            assert len(places) == IN_ALL[name]
+            assert not inside
         elif alike:
-            assert len(inside) == IN_ALL[name] / NUM_LAYERS and len(set(inside)) <= 1
+            assert len(inside) == IN_ALL[name] / NUM_LAYERS
+            assert len(set(inside)) <= 1
     # The last sublayer's may stand after the loop.
     assert not alike or len([c for _, c, *_ in found if c == "entry"]) <= 1
 

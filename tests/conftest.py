@@ -65,7 +65,8 @@ def pytest_terminal_summary(terminalreporter):
     """The files that took longest, in seconds of a worker: where to look when the suite has become
     slow.
     """
-    seconds, tests = collections.Counter(), collections.Counter()
+    seconds = collections.Counter()
+    tests = collections.Counter()
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             file = report.nodeid.partition("::")[0]
@@ -157,10 +158,8 @@ def largest_file():
     """Sets how long a file may become: then writes are short, and the next one is an error, as on a
     full disk.
     """
-    before, handler = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda size: resource.setrlimit(
         resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1])
     )

@@ -28,7 +28,8 @@ def array(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = 
     every = set().union(*(covered for _, covered in product))
     bit = {pair: 1 << place for place, pair in enumerate(every)}
     bits = [(row, sum(bit[pair] for pair in covered)) for row, covered in product]
-    missing, rows = sum(bit.values()), []
+    missing = sum(bit.values())
+    rows = []
     while missing:
         most = max((covered & missing).bit_count() for _, covered in bits)
         best = [one for one in bits if (one[1] & missing).bit_count() == most]

@@ -9,7 +9,8 @@ from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import Engine, Generator, Request
 from tests import cases
 
-CAPACITY, CHUNK = 64, 5
+CAPACITY = 64
+CHUNK = 5
 DECODER = Bytes().to_bytes
 
 
@@ -33,7 +34,8 @@ def check_as_alone(
 ):
     """Prompts that share an engine get the `new` tokens each that a Generator gives each alone."""
     form = dict(loop=loop, quantize=quantize)
-    alone, settings = Generator(definition, params, **form), DecodeConfig(max_new_tokens=new)
+    alone = Generator(definition, params, **form)
+    settings = DecodeConfig(max_new_tokens=new)
     expected = [alone.tokens([prompt], config=settings)[0].tolist() for prompt in prompts]
     with Engine(definition, params, **form, **sizes) as served:
         handles = served.submit_all([Request(prompt, max_new_tokens=new) for prompt in prompts])

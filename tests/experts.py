@@ -121,7 +121,8 @@ def penalties(layers, seen, shape, *, real=1.0, load_balance=LOAD_BALANCE, z_los
         share = np.broadcast_to(real, scores.shape[:-1])
         mean = lambda a, share=share: (a * share).sum() / share.sum()
         sums = reference.logsumexp(scores)[..., None]
-        probabilities, count = np.exp(scores - sums), scores.shape[-1]
+        probabilities = np.exp(scores - sums)
+        count = scores.shape[-1]
         uneven = count * sum(
             mean((best == e).mean(-1)) * mean(probabilities[..., e]) for e in range(count)
         )
@@ -142,7 +143,8 @@ def dense_logits(name: str, kind: str, **changes) -> np.ndarray:
 
 def _dense(function, name: str, kind: str, *, gradient: bool = False, **changes):
     definition = define(name, kind, **changes)
-    of, params = shape(name, definition.config), cases.parameters(definition)
+    of = shape(name, definition.config)
+    params = cases.parameters(definition)
     return reference.evaluate(function, params, tokens(), of, gradient=gradient)
 
 

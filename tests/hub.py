@@ -20,7 +20,8 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
     models.
     """
     asked = []
-    api, files = f"/api/{kind}/{name}", f"/datasets/{name}" if kind == "datasets" else f"/{name}"
+    api = f"/api/{kind}/{name}"
+    files = f"/datasets/{name}" if kind == "datasets" else f"/{name}"
 
     def answer(method, path, query, headers, body):
         path = urllib.parse.unquote(path)

@@ -77,7 +77,8 @@ def matmul(p, name, x, of_x, out, split, shape):
     y = r(np.einsum(f"{of_x},{of_w}->{out}", at(), split(r(p[name]))))
     if name not in p.get("adapters", {}):
         return y
-    down, up = r(p["adapters"][name]["down"]), r(p["adapters"][name]["up"])
+    down = r(p["adapters"][name]["down"])
+    up = r(p["adapters"][name]["up"])
     if name in ("out", "down"):  # its inputs are split, and with them `down`
         inner = r(np.einsum(f"{of_x},{of_w[:-1]}k->rbtk", at(), split(down)))
         outer = np.einsum(f"rbtk,kd->{out}", inner, up)
@@ -120,7 +121,9 @@ def attention(p, x, shape):
             return out
         return r(out + p[f"{name}_bias"][of].reshape(ranks, 1, 1, len(of) // ranks, -1))
 
-    q, k, v = project("query", np.arange(heads)), project("key", kv), project("value", kv)
+    q = project("query", np.arange(heads))
+    k = project("key", kv)
+    v = project("value", kv)
     if "query_norm" in p:
         q, k = (
             r(
@@ -163,7 +166,8 @@ def mlp(p, x, shape):
         out = matmul(p, name, x, "rbtd", "rbtf", split, shape)
         return r(out + p[f"{name}_bias"].reshape(ranks, 1, 1, -1)) if f"{name}_bias" in p else out
 
-    g, u = project("gate"), project("up")
+    g = project("gate")
+    u = project("up")
     hidden = r(r(g * r(1 / (1 + np.exp(-g)))) * u)
     split = lambda w: w.reshape(ranks, -1, w.shape[-1])
     return on_first(
@@ -190,7 +194,8 @@ def routed(p, x, shape):
     powers = np.exp(scores - scores.max(-1, keepdims=True))
     total = (powers if over == "all" else np.where(chosen, powers, 0)).sum(-1, keepdims=True)
     taken = chosen if shape.slots is None else first_rows(chosen, *shape.slots)
-    out, factors = 0, p.get("adapters", {}).get("experts", {})
+    out = 0
+    factors = p.get("adapters", {}).get("experts", {})
     for e in range(scores.shape[-1]):
         expert = jax.tree.map(lambda a: a[e], {**p["experts"], "adapters": factors})
         out = out + mlp(expert, x, shape) * np.where(taken, powers / total, 0)[..., e, None]
@@ -229,7 +234,8 @@ def sublayer(layers, l, inputs, *, attends, shape):
     """Layer l's attention or MLP, with its norm: [R, B, T, D], each rank's partial sum of its own
     input.
     """
-    p, r = jax.tree.map(lambda a: a[l], layers), shape.rounds
+    p = jax.tree.map(lambda a: a[l], layers)
+    r = shape.rounds
     name = "attention_norm" if attends or "mlp_norm" not in p else "mlp_norm"
     # With sequence parallelism what is normalised crosses the wire before its gain.
     normed = r(r(rms(r(inputs, forward=False), 1.0, shape.eps)) * p[name]["scale"])
@@ -298,7 +304,8 @@ def streams(params, tokens, shape, seen=None, fraction=None):
     for l in range(shape.layers):
         chosen = shape.ladder is None or l in shape.ladder
         for i, delay in zip((2 * l + 1, 2 * l + 2), late_by if chosen else (0, 0)):
-            late, own = xs[max(0, i - 1 - delay)], newest
+            late = xs[max(0, i - 1 - delay)]
+            own = newest
             if fraction is not None:
                 late = (1 - fraction[l]) * xs[i - 1] + fraction[l] * late
                 own = None if newest is None else fraction[l] * newest
@@ -321,7 +328,8 @@ def farskip(partials, x, shape, dense, fraction):
     for l in range(shape.layers):
         ladder = shape.ladder is None or l in shape.ladder
         if l < dense:
-            a, before = partials(2 * l + 1, x[None])[0], x
+            a = partials(2 * l + 1, x[None])[0]
+            before = x
             x = r(x + a)
             x = r(x + partials(2 * l + 2, (before if ladder else x)[None])[0])
             continue

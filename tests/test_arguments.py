@@ -92,7 +92,8 @@ MISTAKES = {
 def test_another_models_parameters_are_refused(params, message):
     with pytest.raises(UserError) as caught:
         nn.Transformer(CONFIG, params=params)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_and_by_the_compiled_function():
@@ -456,7 +457,8 @@ def test_constructors_refuse_wrong_types(make, message):
     """In one line that names the argument."""
     with pytest.raises(UserError) as caught:
         make()
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_names_are_taken_for_enums(tmp_path):
@@ -466,5 +468,6 @@ def test_names_are_taken_for_enums(tmp_path):
     assert len(engine.submit(decode.Request([1], max_new_tokens=2)).result().tokens) == 2
     assert config.Execution(loop="unrolled").loop is config.Loop.UNROLLED
     of = lambda which: residual.topology("ladder", num_layers=4, ladder_layers=which)
-    assert of(2) == of("2") == of([2, 3]) and of((0, 3)) == of("0,3")
+    assert of(2) == of("2") == of([2, 3])
+    assert of((0, 3)) == of("0,3")
     assert checkpoint.Store(str(tmp_path / "a"), config=config.RunConfig()).folder == tmp_path / "a"

@@ -33,14 +33,16 @@ def run(tmp_path_factory):
     (folder / "book.txt").write_text("".join(tokenizers.SENTENCES) * 100)
     book = folder / "book.txt"
     result = runs.run(book, folder / "run", *SETTINGS, f"data.tokenizer={given}")
-    assert result.bigram_entropy is None and result.validation_loss > 0
+    assert result.bigram_entropy is None
+    assert result.validation_loss > 0
     os.rename(given, folder / "away")
     return folder / "run"
 
 
 def test_a_run_keeps_its_tokenizer(run):
     saved = open_checkpoint(run)
-    assert saved.config.data.tokenizer != "bytes" and saved.tokenizer().vocab_size == 301
+    assert saved.config.data.tokenizer != "bytes"
+    assert saved.tokenizer().vocab_size == 301
     assert sorted(p.name for p in (run / "tokenizer").iterdir()) == [
         "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
@@ -58,7 +60,8 @@ def engine(run):
 
 
 def talk(engine, run, *, new_tokens=8, temperature=0.0):
-    said, shown = [], []
+    said = []
+    shown = []
     settings = config.DecodeConfig(max_new_tokens=new_tokens, temperature=temperature)
     tokenizer = open_checkpoint(run).tokenizer()
     return Conversation(
@@ -87,7 +90,9 @@ def test_an_answer_that_is_stopped_stays_said(engine, run):
     conversation, (said, shown) = talk(engine, run, new_tokens=40)
     result = conversation.ask("the cat", stopped=lambda: True)
     assert conversation.messages[-1]["content"] == "".join(shown)
-    assert result.finish is Finish.CANCELLED and len(result.tokens) < 40 and not said
+    assert result.finish is Finish.CANCELLED
+    assert len(result.tokens) < 40
+    assert not said
     conversation.ask("the rat")  # the engine goes on
     assert conversation.messages[-2:][0] == {"role": "user", "content": "the rat"}
 

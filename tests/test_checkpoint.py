@@ -101,7 +101,8 @@ def test_restored_on_another_mesh(saved):
     folder, _, params = saved
     restored = named(open_checkpoint(folder).params(cases.define("ladder", tensor=8)))
     for name, value in named(params).items():
-        rows, found = 251 if name.endswith("table") else len(value), np.asarray(restored[name])
+        rows = 251 if name.endswith("table") else len(value)
+        found = np.asarray(restored[name])
         np.testing.assert_array_equal(found[:rows], value[:rows])
         assert not found[rows:].any()
 
@@ -129,7 +130,8 @@ def test_a_format_version(saved):
 def test_orbax_reads_it(saved):
     """By plain names, without a framework's wrapper."""
     folder, _, params = saved
-    handler, item = ocp.PyTreeCheckpointHandler(), folder / "1" / "params"
+    handler = ocp.PyTreeCheckpointHandler()
+    item = folder / "1" / "params"
     as_numpy = lambda _: ocp.RestoreArgs(restore_type=np.ndarray)
     kinds = jax.tree.map(as_numpy, handler.metadata(item).tree)
     found = handler.restore(item, args=ocp.args.PyTreeRestore(restore_args=kinds))
@@ -265,10 +267,8 @@ def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
     """
     with zipfile.ZipFile(pathlib.Path(__file__).with_name("checkpoint_1.zip")) as recorded:
         recorded.extractall(tmp_path)
-    trained, converted = (
-        open_checkpoint(tmp_path).check(),
-        open_checkpoint(tmp_path / "converted").check(),
-    )
+    trained = open_checkpoint(tmp_path).check()
+    converted = open_checkpoint(tmp_path / "converted").check()
     assert trained.verified
     assert trained.step == 7
     assert trained.validation_loss == 2.5

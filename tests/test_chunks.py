@@ -29,7 +29,8 @@ KERNELS = {
 
 @functools.cache
 def on_mesh(kernel):
-    spec, attend = P("data", None, "tensor", None), KERNELS[kernel]
+    spec = P("data", None, "tensor", None)
+    attend = KERNELS[kernel]
     mesh = parallel.make_mesh(data=2, tensor=4)
     return jax.jit(
         jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec)
@@ -139,8 +140,10 @@ def program(definition, *, chunk, capacity):
 
 
 def test_memory_does_not_grow_with_the_context():
-    definition, heads = cases.define("ladder", num_layers=2, tensor=4), 8 // 4
-    context, chunk = 8192, 256
+    definition = cases.define("ladder", num_layers=2, tensor=4)
+    heads = 8 // 4
+    context = 8192
+    chunk = 256
     at, beyond = (
         program(definition, chunk=chunk, capacity=s).memory_analysis()
         for s in (context, 2 * context)

@@ -26,7 +26,9 @@ TINY = (
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """In this process; test_smoke trains in one of its own."""
-    folder, out, err = tmp_path_factory.mktemp("cli"), io.StringIO(), io.StringIO()
+    folder = tmp_path_factory.mktemp("cli")
+    out = io.StringIO()
+    err = io.StringIO()
     (folder / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 400)
     words = ["train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", "train.interleave=auto"]
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -150,7 +152,8 @@ def test_a_name_that_no_file_can_have(words, mistake, monkeypatch):
 def test_a_mistake_of_a_process(run_cli, tmp_path):
     done = run_cli("trian", "tiny", cwd=tmp_path, check_status=2)
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"ladder-jax: {MISTAKES['trian tiny']}") and done.stdout == ""
+    assert line.startswith(f"ladder-jax: {MISTAKES['trian tiny']}")
+    assert done.stdout == ""
     assert os.listdir(tmp_path) == []
 
 
@@ -161,7 +164,8 @@ def test_a_mistake_of_a_process(run_cli, tmp_path):
 def test_a_variable_of_jax_that_is_wrong(run_cli, tmp_path, name, value):
     done = run_cli("train", "tiny", cwd=tmp_path, check_status=2, **{name: value})
     (line,) = done.stderr.splitlines()
-    assert line.startswith("ladder-jax: the environment's JAX_ variables: ") and value in line
+    assert line.startswith("ladder-jax: the environment's JAX_ variables: ")
+    assert value in line
     assert os.listdir(tmp_path) == []
 
 
@@ -224,7 +228,8 @@ def test_control_characters_reach_no_terminal(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["tokenize", f"{name}.jsonl", "--out", "out"]) == 2
     line = capsys.readouterr().err.removesuffix("\n")
-    assert line.isprintable() and all(word in line for word in ("é 東京", "x1b", "u202e"))
+    assert line.isprintable()
+    assert all(word in line for word in ("é 東京", "x1b", "u202e"))
 
 
 def test_a_message_is_one_line():

@@ -47,7 +47,8 @@ def test_overrides_and_files(tmp_path):
         128,
     )
     assert loaded.model.rope_scaling == config.RopeScaling(factor=4.0)
-    assert loaded.train.learning_rate == 3e-4 and loaded.run.name == "x"
+    assert loaded.train.learning_rate == 3e-4
+    assert loaded.run.name == "x"
     as_json = tmp_path / "mine.json"
     for name, indent in (("x", None), ("x", 2), ("\N{ROCKET}", "\t")):
         named = dataclasses.replace(loaded, run=config.FolderConfig(name=name))
@@ -144,7 +145,8 @@ MISTAKES = [
 def test_mistakes_are_one_line(override, message):
     with pytest.raises(UserError) as caught:
         config.load("tiny", overrides=[override])
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 SAME = [
@@ -169,12 +171,11 @@ def test_fields_have_their_types_however_they_are_made(given, meant):
     wanted = config.ModelConfig(**meant)
     replaced = dataclasses.replace(config.ModelConfig(), **given)
     for made in (config.preset("tiny", **given), config.ModelConfig(**given), replaced):
-        assert (
-            made == wanted
-            and config.model_from_dict(json.loads(json.dumps(config.to_dict(made)))) == made
-        )
+        assert made == wanted
+        assert config.model_from_dict(json.loads(json.dumps(config.to_dict(made)))) == made
         values = {name: getattr(made, name) for name in meant}
-        assert values == meant and all(type(values[name]) is type(meant[name]) for name in meant)
+        assert values == meant
+        assert all(type(values[name]) is type(meant[name]) for name in meant)
 
 
 def test_sections_in_python():
@@ -229,7 +230,8 @@ IN_PYTHON = [
 def test_mistakes_in_python_are_one_line_when_made(make, message):
     with pytest.raises(UserError) as caught:
         make()
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_conversion_without_ladder_layers():

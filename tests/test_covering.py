@@ -16,7 +16,10 @@ from tests import (
     test_numerics,
 )
 
-FIRST_SECOND, FIRST_THIRD, SECOND_THIRD, THIRD_FOURTH = (0, 1), (0, 2), (1, 2), (2, 3)
+FIRST_SECOND = (0, 1)
+FIRST_THIRD = (0, 2)
+SECOND_THIRD = (1, 2)
+THIRD_FOURTH = (2, 3)
 ARRAYS = {
     "forward": (test_numerics.FORWARD, (cases.TOPOLOGIES, (1, 2, 4, 8), Loop), [SECOND_THIRD]),
     "gradients": (
@@ -69,6 +72,7 @@ def test_the_array_is_near_the_least():
     """No array of pairs is shorter than the product of its two longest factors."""
     factors = range(17), range(4), range(2)
     chosen = covering.array(*factors)
-    assert not covering.uncovered(chosen, *factors) and len(chosen) <= 1.1 * 17 * 4
+    assert not covering.uncovered(chosen, *factors)
+    assert len(chosen) <= 1.1 * 17 * 4
     assert covering.uncovered(chosen[1:], *factors)
     assert not covering.uncovered(list(itertools.product(*factors)), *factors)

@@ -66,7 +66,8 @@ def predicted(found):
 
 def test_two_epochs_hold_every_document_twice(book):
     path, documents = book
-    data, opened = load(path), Store(path)
+    data = load(path)
+    opened = Store(path)
     cut = int(
         np.searchsorted(opened.starts, opened.manifest.tokens - int(opened.manifest.tokens * 0.05))
     )
@@ -236,7 +237,8 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
     folder = tokenizers.folder(
         tmp_path / "t", template="{{ strftime_now('%d') }}" + tokenizers.TEMPLATE
     )
-    data, directory = tmp_path / "chats.jsonl", tmp_path / "run"
+    data = tmp_path / "chats.jsonl"
+    directory = tmp_path / "run"
     turns = [
         {"role": "user", "content": "the cat"},
         {"role": "assistant", "content": "sat on the mat"},

@@ -73,7 +73,8 @@ PROMPTS = [[1, 2, 3], [200], list(range(40))]
 def test_the_same_seed_gives_the_same_tokens_on_every_mesh(data, temperature):
     config = DecodeConfig(max_new_tokens=20, temperature=temperature, seed=5)
     expected = generator().tokens(PROMPTS, config=config)
-    assert expected.shape == (3, 20) and expected.max() < 251
+    assert expected.shape == (3, 20)
+    assert expected.max() < 251
     np.testing.assert_array_equal(
         generator(data=data, tensor=4).tokens(PROMPTS, config=config), expected
     )
@@ -148,7 +149,8 @@ def test_chained_and_waiting_programs_and_sequence_parallelism_start_nothing(mon
         ("ladder", split),
     ):
         program = decode.prefill.__wrapped__(cases.define(name, tensor=8), **how)
-        assert program.traits.launch is Launch.CHAINED and not started
+        assert program.traits.launch is Launch.CHAINED
+        assert not started
     said = "launch 'explicit' halves all-reduces, and sequence parallelism has none"
     with pytest.raises(UserError, match=said):
         decode.prefill(cases.define("ladder", tensor=8), **split, launch=Launch.EXPLICIT)

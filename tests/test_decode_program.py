@@ -70,14 +70,16 @@ def test_the_engine_runs_the_audited_programs(loop, quantize, lowered):
     """Prefill, and each call of the token loop: the first, those after it, and those after a
     request has come.
     """
-    form, definition = dict(loop=loop, quantize=quantize), definition_of(Phase.DECODE)
+    form = dict(loop=loop, quantize=quantize)
+    definition = definition_of(Phase.DECODE)
     params = nn.initialize(definition, seed=0)
     engine = Engine(definition, params, slots=SLOTS, capacity=CAPACITY, **form)
     first = engine.submit(Request([7] * PROMPT, max_new_tokens=16))
     engine.step()
     engine.submit(Request([8] * PROMPT, max_new_tokens=2))
     engine.run()
-    assert len(first.result().tokens) == 16 and [len(found) for found in lowered.values()] == [2, 2]
+    assert len(first.result().tokens) == 16
+    assert [len(found) for found in lowered.values()] == [2, 2]
     assert set(lowered[Phase.PREFILL]) == {digest(*audited(Phase.PREFILL, batch=1, **form))}
     assert set(lowered[Phase.DECODE]) == {
         digest(*audited(Phase.DECODE, batch=SLOTS, context=64, **form))

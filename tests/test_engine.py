@@ -97,7 +97,10 @@ def test_random_traffic():
     """Random arrivals, lengths, settings and cancellations; nothing is compiled after the
     warm-up.
     """
-    ours, rng, handles, cancelled = engine(), np.random.default_rng(1), [], set()
+    ours = engine()
+    rng = np.random.default_rng(1)
+    handles = []
+    cancelled = set()
     with compilations.counted() as compiled:
         ours.warm_up()
     assert compiled
@@ -184,9 +187,12 @@ def test_text_does_not_depend_on_how_its_bytes_are_cut():
     ]
     hits = 0
     for _ in range(3000):
-        alphabet, stop = alphabets[rng.integers(5)], stops[rng.integers(7)]
+        alphabet = alphabets[rng.integers(5)]
+        stop = stops[rng.integers(7)]
         data = bytes(rng.choice(list(alphabet), rng.integers(0, 30)).tolist())
-        ours, shown, at = StopText(stop), "", 0
+        ours = StopText(stop)
+        shown = ""
+        at = 0
         expected, stopped = naive(data, stop)
         while at < len(data):
             size = rng.integers(1, 6)
@@ -207,7 +213,8 @@ def test_stops_end_a_request_wherever_they_stand():
     beginning of a stop string of which the rest never came, comes at the end.
     """
     asked = dict(prompt=[5, 6, 7], max_new_tokens=18, temperature=1.5, seed=3)
-    whole, ours = alone(Request(**asked)), engine()
+    whole = alone(Request(**asked))
+    ours = engine()
     shown = to_bytes(whole).decode()
     stops = [shown[start : start + 3] for start in range(len(shown) - 3)]
     by_text = [ours.submit(Request(**asked, stop=(stop, "nothing like it"))) for stop in stops]
@@ -357,14 +364,18 @@ def test_a_long_prompt_keeps_nobody_waiting():
     """
     ours = engine(prefill_chunk=8)
     ours.warm_up()
-    short, long = Request([1, 2], max_new_tokens=60), Request(list(range(1, 41)), max_new_tokens=9)
+    short = Request([1, 2], max_new_tokens=60)
+    long = Request(list(range(1, 41)), max_new_tokens=9)
     with compilations.counted() as compiled:
         ours.submit(long).result()
     assert not compiled
     running = ours.submit(short)
     ours.step()
-    reading, dropped = ours.submit(long), ours.submit(long)
-    pieces, counts, heard = iter(running), [], []
+    reading = ours.submit(long)
+    dropped = ours.submit(long)
+    pieces = iter(running)
+    counts = []
+    heard = []
     reading.subscribe(heard.append)
     next(pieces)
     for turn in range(1, 6):
@@ -386,7 +397,8 @@ def test_whoever_subscribes_hears_everything_once():
     """Before the first piece, between two, and after the end; of a cancelled request the end,
     too.
     """
-    ours, heard = engine(), ([], [], [])
+    ours = engine()
+    heard = ([], [], [])
     handle = ours.submit(Request([1], max_new_tokens=12))
     handle.subscribe(heard[0].append)
     ours.step()
@@ -395,7 +407,8 @@ def test_whoever_subscribes_hears_everything_once():
     ours.run()
     handle.subscribe(heard[2].append)
     assert heard[0] == heard[1] == heard[2] == [*handle, handle.result()]
-    cancelled, heard = ours.submit(Request([1], max_new_tokens=12)), []
+    cancelled = ours.submit(Request([1], max_new_tokens=12))
+    heard = []
     cancelled.subscribe(heard.append)
     cancelled.cancel()
     assert heard == [cancelled.result()]

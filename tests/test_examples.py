@@ -46,11 +46,9 @@ def test_of_a_chat_the_assistants_turns_are_learnt(tokenizer):
     end = tokenizer.stop_ids[0]
     assert learnt[tokens == end].tolist() == [False, True, False, True]
     prompt = tokenizer.chat(CHAT[:3])
-    assert (
-        tokens[: len(prompt)].tolist() == prompt
-        and learnt[len(prompt) :].argmin() > 0
-        and learnt[len(prompt)]
-    )
+    assert tokens[: len(prompt)].tolist() == prompt
+    assert learnt[len(prompt) :].argmin() > 0
+    assert learnt[len(prompt)]
 
 
 def test_completions_and_texts(byte_level):
@@ -58,17 +56,17 @@ def test_completions_and_texts(byte_level):
         {"prompt": "the cat ", "completion": "sat"}, tokenizer=byte_level, where="f:1"
     )
     assert tokens[0] == 0 and not learnt[0]  # the beginning of a text is given
-    assert (
-        pieces(tokens, learnt, byte_level) == ["sat"]
-        and tokens[-1] == byte_level.stop_ids[0]
-        and learnt[-1]
-    )
+    assert pieces(tokens, learnt, byte_level) == ["sat"]
+    assert tokens[-1] == byte_level.stop_ids[0]
+    assert learnt[-1]
     tokens, learnt = render({"text": "the cat", "id": 7}, tokenizer=byte_level, where="f:1")
-    assert learnt[1:].all() and tokens[-1] == byte_level.stop_ids[0]
+    assert learnt[1:].all()
+    assert tokens[-1] == byte_level.stop_ids[0]
     tokens, learnt = render(
         {"prompt": "é", "completion": "ü"}, tokenizer=tokenizers.load(None), where="f:1"
     )
-    assert bytes(tokens.tolist()).decode() == "éü" and learnt.tolist() == [False, False, True, True]
+    assert bytes(tokens.tolist()).decode() == "éü"
+    assert learnt.tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,8 @@ def test_a_text_ends_once(tmp_path, byte_level, example):
     with_end = tokenizers.load(made.folder(tmp_path / "t", made=ending))
     ours, without = (render(example, tokenizer=one, where="f:1") for one in (with_end, byte_level))
     assert with_end.encode("a")[-1] == with_end.stop_ids[0] != byte_level.encode("a")[-1]
-    assert [part.tolist() for part in ours] == [part.tolist() for part in without] and ours[1][-1]
+    assert [part.tolist() for part in ours] == [part.tolist() for part in without]
+    assert ours[1][-1]
 
 
 def lines(path, *objects):
@@ -122,7 +121,8 @@ def test_long_examples_are_cut_and_those_without_an_answer_left_out(tmp_path):
         {"text": "ab"},
     )
     found = examples.load(path, tokenizer=tokenizers.load(None), length=12)
-    assert len(found) == 2 and len(found.tokens) == 13 + 2
+    assert len(found) == 2
+    assert len(found.tokens) == 13 + 2
     assert "; 1 were cut at a row's end; 1 left out" in found.summary
 
 

@@ -70,8 +70,11 @@ def test_rows_wait_for_the_shared_expert(name, waits, monkeypatch):
     definition = experts.exchanging(name, "shared")
     compute = train.loss_and_gradients(definition, sequence_parallel=True)
     jax.eval_shape(compute, definition.abstract, experts.tokens())
-    sent, arrived, returned = (8, 16, 32), (2, 64, 32), (64, 2, 32)
-    shared, product = (4, 16, 32), (4, 16, 6)
+    sent = (8, 16, 32)
+    arrived = (2, 64, 32)
+    returned = (64, 2, 32)
+    shared = (4, 16, 32)
+    product = (4, 16, 6)
     assert ([sent, shared] in together) == waits, together
     assert ([product, product, arrived] in together) == waits, together
     assert ([shared, returned] in together) == waits, together
@@ -192,7 +195,8 @@ def test_the_report_counts_all_to_alls_apart(name, wide, first):
     assert [r.status is Status.HIDDEN for r in rows] == [first, True, True, False]
     assert (found.all_to_alls, found.all_to_alls_hidden, found.merged) == (4, 2 + first, 0)
     kinds = [r.collective.kind for r in found.reductions if not r.exchanges]
-    assert found.all_reduces == len(kinds) == 4 and set(kinds) == {"all-gather", "reduce-scatter"}
+    assert found.all_reduces == len(kinds) == 4
+    assert set(kinds) == {"all-gather", "reduce-scatter"}
     assert found.verdict.endswith(f"; {2 + first} of 4 all-to-alls hidden")
     assert "input of mlp, exchanged" in repr(found)
 

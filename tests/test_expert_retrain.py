@@ -96,7 +96,8 @@ def test_a_teachers_routers_stay_float32():
     params = cases.parameters(definition)
     plan = Retraining(definition, distill=DistillConfig(START), teacher=original(definition))
     trained, frozen = plan.split(cases.place(params, definition))
-    mine, its = trained["layers"]["mlp"], frozen["teacher"]["layers"]["mlp"]
+    mine = trained["layers"]["mlp"]
+    its = frozen["teacher"]["layers"]["mlp"]
     for name in ("router", "router_bias"):
         assert its[name].dtype == jnp.float32 and (its[name] == mine[name]).all(), name
     assert {a.dtype for a in jax.tree.leaves((its["experts"], its["shared"]))} == {
@@ -126,7 +127,8 @@ def test_low_rank_factors(name, kind, mesh, form):
     definition = nn.define(
         experts.model(name, kind, moe=moe, num_layers=2), mesh=parallel.make_mesh(**mesh), **form
     )
-    plan, of = Retraining(definition, FROZEN, LORA), experts.shape(name, definition.config)
+    plan = Retraining(definition, FROZEN, LORA)
+    of = experts.shape(name, definition.config)
     settings = dict(load_balance=0.0, router_z_loss=0.0, sequence_parallel=bool(form))
     groups = 1 + (kind != "routed")  # routed experts, and a shared one
     check_low_rank(plan, experts.tokens(), of, count=4 + 3 * groups, **settings)

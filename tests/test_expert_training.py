@@ -72,8 +72,10 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
     rows = metrics.read(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
-        assert 1 <= row["expert_load"] <= 6 and row["dead_experts"] <= 12
-        assert row["load_balance"] >= 1 - 1e-3 and 0 < row["router_entropy"] <= np.log(6) + 1e-4
+        assert 1 <= row["expert_load"] <= 6
+        assert row["dead_experts"] <= 12
+        assert row["load_balance"] >= 1 - 1e-3
+        assert 0 < row["router_entropy"] <= np.log(6) + 1e-4
     assert f"expert load {rows[-1]['expert_load']:.1f}" in timing.row_text(rows[-1])
     for row, other in zip(rows[2:], of_one_mesh[2:], strict=True):
         of = {name: other[name] for name in ("loss", *NAMES)}
@@ -87,16 +89,19 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
     # or a part.
     np.testing.assert_array_equal(biases, bias_of(tmp_path / "run"))
     moves = biases / 0.001
-    assert np.abs(moves).max() <= 4.01 and np.abs(moves - moves.round()).max() < 1e-3
+    assert np.abs(moves).max() <= 4.01
+    assert np.abs(moves - moves.round()).max() < 1e-3
     assert len(np.unique(moves.round())) > 2
 
     started = run(book, tmp_path / "on", f"train.start={tmp_path / 'run'}", *EVERYTHING)
     rows = metrics.read(tmp_path / "on")
-    assert all(NAMES <= row.keys() for row in rows) and started.steps == 4
+    assert all(NAMES <= row.keys() for row in rows)
+    assert started.steps == 4
     # of one in two layers
     assert [row["turned"] for row in rows] == pytest.approx([0.5, 2 / 3, 5 / 6, 1])
     first = rows[0]  # a standard model, as its teacher is
-    assert first["divergence"] == pytest.approx(0, abs=1e-6) and rows[3]["divergence"] > 0
+    assert first["divergence"] == pytest.approx(0, abs=1e-6)
+    assert rows[3]["divergence"] > 0
     losses = 0.01 * first["load_balance"] + 0.001 * first["router_z"]
     assert first["loss"] == pytest.approx(first["divergence"] + losses, rel=1e-5)
     saved = checkpoint.open_checkpoint(tmp_path / "on")
@@ -134,11 +139,14 @@ def test_biases_balance_the_load(book, tmp_path):
         run(book, tmp_path / name, *plain, *more)
         loads[name] = np.mean([row["expert_load"] for row in metrics.read(tmp_path / name)[-20:]])
     assert loads["on"] < 0.8 * loads["off"], loads
-    assert not bias_of(tmp_path / "off").any() and bias_of(tmp_path / "on").any()
+    assert not bias_of(tmp_path / "off").any()
+    assert bias_of(tmp_path / "on").any()
     start = [f"train.start={tmp_path / 'on'}", "train.freeze=1", "train.steps=3"]
     run(book, tmp_path / "frozen", *plain[1:], *start, *settings["on"])
-    before, after = bias_of(tmp_path / "on"), bias_of(tmp_path / "frozen")
-    assert (before[0] == after[0]).all() and (before[1] != after[1]).any()
+    before = bias_of(tmp_path / "on")
+    after = bias_of(tmp_path / "frozen")
+    assert (before[0] == after[0]).all()
+    assert (before[1] != after[1]).any()
     names = {"train.start": "frozen", "distill.teacher": "on", "run.dir": "taught"}
     small = [
         "train.steps=2",

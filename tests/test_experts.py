@@ -85,7 +85,8 @@ def test_gradients(name, kind, mesh, loop, remat, parts):
         count = [direction for direction, *_ in communication.all_reduces(text)].count
         # One in FarSkip's first layers. A scan's last forward one may stand after the loop.
         sums = two_a_layer - (name == "farskip") * definition.config.moe.dense_layers
-        assert count(ENTER) == sums and count(LAUNCH) - sums in (0, loop is Loop.SCAN)
+        assert count(ENTER) == sums
+        assert count(LAUNCH) - sums in (0, loop is Loop.SCAN)
     norms = [line for line in text.splitlines() if COMMUNICATE.search(line) and QK_NORM in line]
     assert len(norms) == (two_a_layer if dense_first else 0), norms
 
@@ -175,19 +176,23 @@ def test_chunks_of_tokens(monkeypatch):
     """
     call, params, x = sublayer(as_drawn)
     of_all, of_chunk = (f"[{tokens * 2},32]" for tokens in (12, 5))  # two experts a token
-    whole, arrays = outcome(call, params, x), str(jax.make_jaxpr(call)(params, x))
-    assert of_all in arrays and of_chunk not in arrays
+    whole = outcome(call, params, x)
+    arrays = str(jax.make_jaxpr(call)(params, x))
+    assert of_all in arrays
+    assert of_chunk not in arrays
     monkeypatch.setattr(package, "CHUNK", 5)
     call, *_ = sublayer(as_drawn)
     arrays = str(jax.make_jaxpr(call)(params, x))
-    assert of_all not in arrays and of_chunk in arrays
+    assert of_all not in arrays
+    assert of_chunk in arrays
     assert_close(outcome(call, params, x), whole)
 
 
 def test_rows_that_a_kernel_leaves_undefined_reach_nobody(monkeypatch):
     """Those behind the last group are zeros on a CPU; a kernel may leave anything there."""
     call, params, x = sublayer(as_drawn)
-    expected, plain = outcome(call, params, x), jax.lax.ragged_dot
+    expected = outcome(call, params, x)
+    plain = jax.lax.ragged_dot
 
     def undefined(rows, weight, sizes, **settings):
         out = plain(rows, weight, sizes, **settings)
@@ -216,7 +221,9 @@ def three(weights):
 def farskip(x, stacked):
     late = 0.0
     for attention, routed, shared in map(three, stacked):
-        a, s, r = attention(x - late), shared(x), routed(x)
+        a = attention(x - late)
+        s = shared(x)
+        r = routed(x)
         x, late = x + a + s + r, r
     return x
 
@@ -233,7 +240,8 @@ def test_farskip_of_own_layers():
 
 def test_topology_in_words():
     text = repr(residual.topology("farskip", num_layers=4, ladder_layers="2"))
-    assert "8 all-reduces" in text and "farskip" in text
+    assert "8 all-reduces" in text
+    assert "farskip" in text
 
 
 @pytest.mark.parametrize(
@@ -269,7 +277,8 @@ def test_presets_and_overrides():
         "tiny-moe", overrides=["model.moe.top_k=4", "model.residual=farskip"]
     ).model
     expected = dataclasses.replace(config.preset("tiny-moe").moe, top_k=4)
-    assert changed.moe == expected and changed.residual == "farskip"
+    assert changed.moe == expected
+    assert changed.residual == "farskip"
     assert config.preset("tiny-moe", moe=dict(top_k=4)).moe == expected
     assert config.load("tiny-moe", overrides=["model.moe=null"]).model.moe is None
     assert config.model_from_dict(config.to_dict(changed)) == changed

@@ -33,8 +33,10 @@ from tests.test_your_layers import (
 )
 
 LAYERS = 2
-CONFIG, TOKENS = cases.model("ladder", num_layers=LAYERS), cases.tokens()
-VALUES, GRADIENTS = cases.bound(CONFIG), cases.bound(CONFIG, passes=2)
+CONFIG = cases.model("ladder", num_layers=LAYERS)
+TOKENS = cases.tokens()
+VALUES = cases.bound(CONFIG)
+GRADIENTS = cases.bound(CONFIG, passes=2)
 PROMPT = TOKENS[0, :5].tolist()
 LOGITS = functools.partial(cases.dense_logits, "ladder", 1, num_layers=LAYERS)
 LOSS_AND_GRADIENTS = functools.partial(cases.dense_gradients, "ladder", 1, num_layers=LAYERS)
@@ -92,7 +94,8 @@ def test_values_between_explicit_code(name, transform):
         return jnp.einsum("btv,vx->btx", jnp.sin(logits), table, out_sharding=P(rows, None, heads))
 
     with setting(mesh):
-        table, tokens = jax.device_put(TABLE, P(None, heads)), jax.device_put(TOKENS, P(rows))
+        table = jax.device_put(TABLE, P(None, heads))
+        tokens = jax.device_put(TOKENS, P(rows))
         found = TRANSFORMS[transform](between)(model, tokens, table)
         assert cases.error(found, np.sin(LOGITS()) @ TABLE) < 100 * VALUES
         assert jax.typeof(found).sharding.spec == P(rows, None, heads)
@@ -107,7 +110,8 @@ GIVEN = covering.marked(
 def test_arguments_of_any_sharding(name, is_set):
     """Of other meshes over the same devices, too."""
     mesh, model, rows, _ = example(name)
-    ours, other = lj.make_mesh(data=4, tensor=2), jax.make_mesh((4, 2), ("x", "y"))
+    ours = lj.make_mesh(data=4, tensor=2)
+    other = jax.make_mesh((4, 2), ("x", "y"))
     with setting(mesh, is_set):
         for tokens in (
             TOKENS,
@@ -141,10 +145,12 @@ def test_gradients_between_explicit_code(name, form):
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
     if form == "nnx.jit":
-        compute, of = nnx.jit(nnx.value_and_grad(loss_of)), model
+        compute = nnx.jit(nnx.value_and_grad(loss_of))
+        of = model
     else:
         of_params = lambda params, tokens: loss_of(nnx.merge(graph, params), tokens)
-        compute, of = jax.jit(jax.value_and_grad(of_params)), params
+        compute = jax.jit(jax.value_and_grad(of_params))
+        of = params
     with setting(mesh):
         value, found = compute(of, jax.device_put(TOKENS, P(rows)))
         moved = jax.jit(lambda p, g: jax.tree.map(lambda p, g: p - 0.1 * g, p, g))(params, found)
@@ -172,7 +178,8 @@ def test_a_training_step(name):
         )
         train = step.train_step(model.definition, config=config)
         after, metrics = train(before, TOKENS)
-        assert same_types(after, before) and not metrics["bad"]
+        assert same_types(after, before)
+        assert not metrics["bad"]
         after, _ = train(after, TOKENS)
         jax.jit(lambda params: jax.tree.map(jnp.square, params))(after.params)
     assert abs(float(metrics["loss"]) - loss) < GRADIENTS * loss
@@ -224,14 +231,15 @@ def test_a_model_with_its_text(tmp_path):
             cases.model("ladder", num_layers=1, vocab_size=256), rngs=nnx.Rngs(0)
         )
         text = model.generate("a", max_new_tokens=4)
-        assert model.mesh == jax.sharding.get_mesh() and model.definition.layout.ranks == 4
+        assert model.mesh == jax.sharding.get_mesh()
+        assert model.definition.layout.ranks == 4
         model.save(tmp_path / "model")
         again = lj.load(tmp_path / "model")
-        assert (
-            same_types(again.params, model.params) and again.generate("a", max_new_tokens=4) == text
-        )
+        assert same_types(again.params, model.params)
+        assert again.generate("a", max_new_tokens=4) == text
     alone = lj.Transformer(model.config, rngs=nnx.Rngs(0))
-    assert alone.mesh.size == 1 and alone.generate("a", max_new_tokens=4) == text
+    assert alone.mesh.size == 1
+    assert alone.generate("a", max_new_tokens=4) == text
 
 
 def test_a_model_of_make_mesh_among_explicit_code():
@@ -334,10 +342,9 @@ def test_sizes_by_our_names():
     mesh = lj.mesh_of(
         jax.make_mesh((4, 2, 1), ("tp", "dp", "stage")), axes={"tensor": "tp", "data": "dp"}
     )
-    assert (
-        mesh.shape == dict(data=2, fsdp=1, tensor=4) and mesh.size == 8 and lj.mesh_of(mesh) is mesh
-    )
-    assert mesh.own.axis_names == ("tensor", "data", "fsdp") and list(mesh.devices.flat) == list(
-        mesh.mesh.devices.flat
-    )
+    assert mesh.shape == dict(data=2, fsdp=1, tensor=4)
+    assert mesh.size == 8
+    assert lj.mesh_of(mesh) is mesh
+    assert mesh.own.axis_names == ("tensor", "data", "fsdp")
+    assert list(mesh.devices.flat) == list(mesh.mesh.devices.flat)
     assert lj.mesh_of(two_by_four()).own == lj.make_mesh(data=2, tensor=4)

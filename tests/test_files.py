@@ -33,23 +33,24 @@ def test_whole_or_not_at_all(tmp_path, error, said):
 
     with pytest.raises((ValueError, RunFailed), match=said):
         files.write_atomically(str(file), fails)
-    assert file.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.json"]
     files.write_atomically(str(file), write)
-    assert file.read_text() == "new" and os.listdir(tmp_path) == ["a.json"]
+    assert file.read_text() == "new"
+    assert os.listdir(tmp_path) == ["a.json"]
 
 
 def test_a_link_stays(tmp_path):
     (tmp_path / "there").mkdir()
-    target, link = tmp_path / "there" / "target.json", tmp_path / "link.json"
+    target = tmp_path / "there" / "target.json"
+    link = tmp_path / "link.json"
     target.write_text("old")
     link.symlink_to(target)
     files.check_writable("out", str(link))
     files.write_atomically(str(link), write)
-    assert (
-        link.is_symlink()
-        and target.read_text() == "new"
-        and os.listdir(tmp_path / "there") == ["target.json"]
-    )
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert os.listdir(tmp_path / "there") == ["target.json"]
 
 
 def test_a_folder_below_that_cannot_be_read(tmp_path, monkeypatch):
@@ -105,7 +106,8 @@ def test_who_may_read_it(tmp_path, umask):
                 file.chmod(mode)
             files.write_atomically(str(file), look)
             wanted = 0o666 & ~umask if mode is None else mode
-            assert file.stat().st_mode & 0o777 == wanted == seen[-1] and file.read_text() == "new"
+            assert file.stat().st_mode & 0o777 == wanted == seen[-1]
+            assert file.read_text() == "new"
     finally:
         os.umask(before)
 
@@ -155,7 +157,8 @@ def test_overlap_without_a_cache(tmp_path, monkeypatch, capsys):
     words = "overlap --model tiny --target cpu:2 --phase decode --residual ladder --layers 2 --context 32"
     assert cli.main(words.split()) == 0
     done = capsys.readouterr()
-    assert "compiling ladder" in done.err and done.out
+    assert "compiling ladder" in done.err
+    assert done.out
 
 
 @pytest.mark.parametrize("words", ["convert model gs://b/x", "tokenize t.txt --out s3://b/x"])

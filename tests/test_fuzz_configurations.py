@@ -21,14 +21,17 @@ def test_every_case_computes_what_the_reference_does(indices):
     for case, outcome in met:
         assert outcome.what != "failed", command.failure(case, outcome)
     checks = command.compared(met)
-    assert checks["gradients"] >= len(indices) / 2 and checks.keys() & set(CHECKS)
+    assert checks["gradients"] >= len(indices) / 2
+    assert checks.keys() & set(CHECKS)
     assert indices != (473,) or checks.keys() >= set(CHECKS), checks
 
 
 def found():
     """What is said of a plain Ladder in float32 that makes no other comparison."""
     case = draw(SEED, 68)
-    assert case.settings["model.residual"] == "ladder" and not case.checks and not case.drops
+    assert case.settings["model.residual"] == "ladder"
+    assert not case.checks
+    assert not case.drops
     return case, compare.outcome(case)
 
 
@@ -37,9 +40,11 @@ def test_a_wrong_residual_is_reported(monkeypatch):
     add = recurrence.add
     monkeypatch.setattr(recurrence, "add", lambda x, outputs: add(1.001 * x, outputs))
     case, outcome = found()
-    assert outcome.what == "failed" and "gradients: " in outcome.said
+    assert outcome.what == "failed"
+    assert "gradients: " in outcome.said
     text = command.failure(case, outcome)
-    assert f"--case {case.seed}:{case.index}" in text and "model.residual=ladder" in text
+    assert f"--case {case.seed}:{case.index}" in text
+    assert "model.residual=ladder" in text
 
 
 def test_a_crash_is_reported_and_a_refusal_is_not(monkeypatch):
@@ -48,18 +53,17 @@ def test_a_crash_is_reported_and_a_refusal_is_not(monkeypatch):
 
     monkeypatch.setattr(compare.Program, "begin", crash)
     case, outcome = found()
-    assert (
-        outcome.what == "failed"
-        and "ZeroDivisionError: of a program" in outcome.said
-        and " crash" in outcome.said
-    )
+    assert outcome.what == "failed"
+    assert "ZeroDivisionError: of a program" in outcome.said
+    assert " crash" in outcome.said
 
     def refuse(*args, **settings):
         raise UserError("4 is not 3")
 
     monkeypatch.setattr(compare.Program, "begin", refuse)
     case, outcome = found()
-    assert outcome.what == "refused" and outcome.said == "4 is not 3"
+    assert outcome.what == "refused"
+    assert outcome.said == "4 is not 3"
     assert command.refusals([(case, outcome)]).split(maxsplit=1) == ["1", "N is not N"]
 
 
@@ -99,14 +103,16 @@ def test_a_process_that_dies_is_reported(monkeypatch, tmp_path, capsys):
 def test_draws():
     """Deterministic, and of each setting every value: of this seed thirty cases have them."""
     cases = [draw(8, index) for index in range(30)]
-    assert cases[:3] == [draw(8, index) for index in range(3)] and cases[0] != draw(2, 0)
+    assert cases[:3] == [draw(8, index) for index in range(3)]
+    assert cases[0] != draw(2, 0)
     drawn = lambda name: {str(case.settings[name]) for case in cases if name in case.settings}
     settings = [("a.b", None), ("a", True), ("a", 2.0)]
     # as on the command line
     assert list(map(override, settings)) == ["a.b=null", "a=true", "a=2.0"]
     assert drawn("train.remat") == {"none", "full", "save-matmuls", "offload"}
     assert {"farskip", "desync-3", "ladder-fresh", "no-communication"} <= drawn("model.residual")
-    assert drawn("mesh.experts") == {"exchange"} and {"2", "[1]"} <= drawn("model.ladder_layers")
+    assert drawn("mesh.experts") == {"exchange"}
+    assert {"2", "[1]"} <= drawn("model.ladder_layers")
     assert len(drawn("model.ranks")) >= 4
     assert {case.batch for case in cases} == {"plain", "packed", "masked"}
     assert {check for case in cases for check in case.checks} == set(CHECKS)

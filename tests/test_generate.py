@@ -134,7 +134,8 @@ ASKED = "--temperature 1.3 --top-k 30 --seed 4 --stop e --repetition-penalty 1.2
 def test_one_prompt_uses_no_engine(run, tmp_path, capsys, monkeypatch):
     """Printed at once or streamed, its text is that of a file's line, which the engine answers."""
     words = ["generate", str(run), "--max-new-tokens", "40", "--tensor", "1", *ASKED]
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
     prompts.write_text(json.dumps({"prompt": "the cat"}) + "\n")
     assert cli.main([*words, "--prompts", str(prompts), "--out", str(out)]) == 0
     expected = f"the cat{json.loads(out.read_text())['text']}\n"

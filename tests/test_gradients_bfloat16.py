@@ -107,7 +107,8 @@ def expected(model: str, parts: int, ranks: int, rows: int):
     trained, fixed = values(plan)
     if not plan.lora.rank:
         return rounding.gradients(trained, batch(rows), shape, parts=parts)
-    groups, params = trained[ADAPTERS], fixed["model"]
+    groups = trained[ADAPTERS]
+    params = fixed["model"]
     beside = {name: {**params["layers"][name], "adapters": groups[name]} for name in groups}
     params = {**params, "layers": {**params["layers"], **beside}}
     of_factors = lambda tree: {
@@ -127,7 +128,8 @@ def ratios(gradients, exact, samples) -> dict[str, float]:
         jax.tree.leaves(exact),
         *map(jax.tree.leaves, samples),
     ):
-        name, stacked = jax.tree_util.keystr(path), "layers" in str(path) or ADAPTERS in str(path)
+        name = jax.tree_util.keystr(path)
+        stacked = "layers" in str(path) or ADAPTERS in str(path)
         wide = [np.asarray(a, np.float64) for a in (g, *several)]
         for layer in range(len(e)) if stacked else [...]:
             measured[f"{name} {layer}"] = ratio(*(np.ravel(a[layer] - e[layer]) for a in wide))
@@ -188,7 +190,8 @@ IS_CHOSEN = CHOSEN[:, None] == np.arange(5)
 
 
 def of_experts(x, weight):
-    places, sizes = jnp.arange(len(CHOSEN)), jnp.asarray(np.bincount(CHOSEN)[:4], jnp.int32)
+    places = jnp.arange(len(CHOSEN))
+    sizes = jnp.asarray(np.bincount(CHOSEN)[:4], jnp.int32)
     return grouped_matmul(x, weight, Groups(places, places, sizes))
 
 
@@ -225,7 +228,8 @@ def test_a_weights_gradient_is_rounded_once_at_most(product, stored):
     x = draw(len(CHOSEN), 32)
     out, pull_back = jax.vjp(lambda weight: multiply(x, weight), jnp.ones(shape, stored))
     dy = draw(*out.shape)
-    of_x, of_dy = np.float64(factor(np.asarray(x, np.float64))), np.asarray(dy, np.float64)
+    of_x = np.float64(factor(np.asarray(x, np.float64)))
+    of_dy = np.asarray(dy, np.float64)
     wanted, added = (np.einsum(letters, size(of_x), size(of_dy)) for size in (np.array, np.abs))
     once = 0 if stored == jnp.float32 else 2.0**-8
     error = np.linalg.norm(np.asarray(jax.jit(pull_back)(dy)[0], np.float64) - wanted)

@@ -27,10 +27,12 @@ def test_products(rows, sizes, inner, outer):
     """All three, in 8 bits too; with empty groups, rows of no group, and matrices of empty groups
     that hold NaNs.
     """
-    rng, count = np.random.default_rng(0), len(sizes)
+    rng = np.random.default_rng(0)
+    count = len(sizes)
     x, dy = (jnp.asarray(rng.standard_normal((rows, n)), jnp.bfloat16) for n in (inner, outer))
     weight = jnp.asarray(rng.standard_normal((count, inner, outer)), jnp.bfloat16)
-    bytes_, scale = rng.integers(-127, 128, weight.shape), rng.uniform(0.01, 0.1, (count, outer))
+    bytes_ = rng.integers(-127, 128, weight.shape)
+    scale = rng.uniform(0.01, 0.1, (count, outer))
     empty = np.array(sizes) == 0
     spoilt, scale = (
         jnp.where(empty[:, None, None], jnp.nan, weight),
@@ -87,10 +89,8 @@ def test_every_row_is_visited_once_and_no_empty_group():
     """So that a decode step reads the matrices of the experts that its rows chose, and no
     others.
     """
-    rng, tiles = (
-        np.random.default_rng(0),
-        jax.jit(grouped_gpu._tiles, static_argnames=("rows", "height")),
-    )
+    rng = np.random.default_rng(0)
+    tiles = jax.jit(grouped_gpu._tiles, static_argnames=("rows", "height"))
     for rows, count, height in ((8, 16, 16), (300, 5, 16), (1, 1, 16), (500, 3, 128)):
         for full in (0, rows // 2, rows):
             for even in (True, False):  # else all rows are in one group

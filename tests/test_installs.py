@@ -55,7 +55,8 @@ def test_templates_of_strangers_need_a_jinja2_that_holds_them():
         one.name: one.specifier
         for one in map(Requirement, (line for line in lines if line[0] != "#"))
     }
-    assert "3.1.6" in required["jinja2"] and "3.1.5" not in required["jinja2"]
+    assert "3.1.6" in required["jinja2"]
+    assert "3.1.5" not in required["jinja2"]
 
 
 VERBS = """

@@ -40,7 +40,8 @@ def test_numbers_are_the_nearest(dims):
         array[1] = 0
     made = jax.jit(functools.partial(Int8.of, dims=dims))(array)
     values, scale = reference.eight_bits(array, dims)
-    assert made.values.dtype == jnp.int8 and made.scale.dtype == jnp.float32
+    assert made.values.dtype == jnp.int8
+    assert made.scale.dtype == jnp.float32
     np.testing.assert_array_equal(made.values, values)
     np.testing.assert_array_equal(made.scale, scale.squeeze(reference.summed_axes(dims)))
     assert made.values.ndim == len(Int8.dims(dims).values)
@@ -59,15 +60,20 @@ def test_what_is_not_a_number_stays_visible():
 @pytest.mark.parametrize("dims", MATMULS)
 def test_a_matmul_multiplies_the_whole_numbers(dims, dtype):
     """But for what the dtype rounds: the result once, and sums in float32."""
-    sizes, spec = dict(B=2, T=3, D=24, N=4, K=2, H=6, F=20, V=30), MATMULS[dims]
+    sizes = dict(B=2, T=3, D=24, N=4, K=2, H=6, F=20, V=30)
+    spec = MATMULS[dims]
     shape = lambda letters: tuple(sizes[letter] for letter in letters)
-    inputs, output = spec.split(",")[0], spec.split("->")[1]
-    x, weight = jnp.asarray(random(shape(inputs)), dtype.value), random(shape(dims), seed=1)
+    inputs = spec.split(",")[0]
+    output = spec.split("->")[1]
+    x = jnp.asarray(random(shape(inputs)), dtype.value)
+    weight = random(shape(dims), seed=1)
     out = jax.jit(lambda x, w: quantized.einsum(spec, x, Int8.of(w, dims)))(x, weight)
     assert out.dtype == dtype.value
 
-    wide, dense = np.asarray(x, np.float64), reference.in_eight_bits(weight, dims)
-    exact, magnitudes = np.einsum(spec, wide, dense), np.einsum(spec, abs(wide), abs(dense))
+    wide = np.asarray(x, np.float64)
+    dense = reference.in_eight_bits(weight, dims)
+    exact = np.einsum(spec, wide, dense)
+    magnitudes = np.einsum(spec, abs(wide), abs(dense))
     terms = np.prod([sizes[letter] for letter in inputs if letter not in output])
     unit = 2.0**-9 if dtype is Dtype.BFLOAT16 else cases.UNIT_ROUNDOFF
     limit = 2 * unit * abs(exact) + terms * cases.UNIT_ROUNDOFF * magnitudes
@@ -75,7 +81,8 @@ def test_a_matmul_multiplies_the_whole_numbers(dims, dtype):
 
 
 def test_a_looked_up_row_is_of_the_whole_numbers():
-    table, indices = random((30, 8)), np.array([[3, 29], [0, 3]])
+    table = random((30, 8))
+    indices = np.array([[3, 29], [0, 3]])
     rows = quantized.rows(Int8.of(table, "VD"), indices, dtype=jnp.float32)
     exact = reference.in_eight_bits(table, "VD")
     np.testing.assert_array_equal(rows, exact.astype(np.float32)[indices])
@@ -112,7 +119,8 @@ def test_models_compute_with_the_numbers_as_they_are(name, form, loop):
     shape = cases.shape(name, definition.config, ranks=4)
     dense = reference.in_eight_bits(params, definition.dims)
     full = reference.evaluate(reference.logits, dense, tokens, shape)
-    form, limit = dict(loop=loop, quantize=INT8), cases.bound(definition.config)
+    form = dict(loop=loop, quantize=INT8)
+    limit = cases.bound(definition.config)
     stored = weights.prepare(definition, cases.place(params, definition), **form)
     of = definition, stored, tokens, LENGTHS, full
     cases.check_prefill_and_decode(*of, new=1, limit=limit, **form)
@@ -121,7 +129,8 @@ def test_models_compute_with_the_numbers_as_they_are(name, form, loop):
 def test_a_compiled_step_takes_half_the_bytes():
     """Not less: beside the whole numbers there are scales, norm gains, caches."""
     wide = dict(d_model=256, d_ff=512, dtype=Dtype.BFLOAT16)
-    definition, sizes = cases.define("ladder", tensor=4, num_layers=2, **wide), []
+    definition = cases.define("ladder", tensor=4, num_layers=2, **wide)
+    sizes = []
     for quantize in (INT8, Quantize.NONE):
         form = dict(loop=Loop.SCAN, quantize=quantize)
         arguments = steps.abstract(definition, rows=2, positions=8, **form)

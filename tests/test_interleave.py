@@ -61,7 +61,8 @@ def test_a_split_streams_sums_are_awaited_after_the_first_products(monkeypatch):
 
     monkeypatch.setattr(sequence, "barrier_forward", barrier)
     gradients(cases.define("standard", tensor=4), sequence_parallel=True)
-    product, awaited = (2, 8, 12), (2, 2, 32)
+    product = (2, 8, 12)
+    awaited = (2, 2, 32)
     assert [product, product, awaited] in tied, tied
 
 
@@ -147,7 +148,8 @@ def test_text_of_prompts_that_are_read_in_halves(rows):
     definition = cases.define("standard", tensor=2, num_layers=2)
     params = cases.placed(definition)
     prompts = [list(row) for row in cases.tokens((rows, 40))]
-    generator, texts = decode.Generator(definition, params), []
+    generator = decode.Generator(definition, params)
+    texts = []
     for interleave, chunk in (1, 2048), (2, 2048), (2, 16):
         settings = config.DecodeConfig(max_new_tokens=5, prefill_chunk=chunk, interleave=interleave)
         texts.append(generator.tokens(prompts, config=settings).tolist())
@@ -162,7 +164,8 @@ def test_layers_of_your_own(loop):
     out = P(), P(), P(None, None, None, "tensor", None)
     found = your_layers.on_ranks(your_layers.with_gradients(run), out=out)
     errors = list(map(cases.error, found, your_layers.exact_gradients("ladder-2")))
-    assert errors[0] < your_layers.LIMIT and max(errors) < 2 * your_layers.LIMIT
+    assert errors[0] < your_layers.LIMIT
+    assert max(errors) < 2 * your_layers.LIMIT
 
 
 def own_layers(rows, *, interleave):

@@ -81,7 +81,8 @@ def events(directory):
     from tensorboardX.proto.event_pb2 import Event
 
     (file,) = (directory / "tensorboard").glob("events.out.tfevents.*")
-    content, found = file.read_bytes(), []
+    content = file.read_bytes()
+    found = []
     while content:
         (size,) = struct.unpack("<Q", content[:8])
         event = Event.FromString(content[12 : 12 + size])
@@ -117,7 +118,8 @@ def test_a_profile_begins_and_ends_with_its_steps(monkeypatch, tmp_path):
 
 def test_tensorboard_holds_what_the_log_holds(finished):
     directory, _ = finished
-    rows, shown = metrics.read(directory), events(directory)
+    rows = metrics.read(directory)
+    shown = events(directory)
     assert [(step, value) for step, tag, value in shown if tag == "loss"] == [
         (row["step"], pytest.approx(row["loss"])) for row in rows
     ]
@@ -291,7 +293,8 @@ def test_mfu_is_shown_with_its_formula(finished):
 
 def test_lines_of_progress(monkeypatch):
     """Where there is no terminal: a line after 10 seconds, and the last."""
-    clock, said = types.SimpleNamespace(now=0.0), []
+    clock = types.SimpleNamespace(now=0.0)
+    said = []
     monkeypatch.setattr(terminal, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
     with terminal.progress(8, done=2, label="step {done}/{total}", say=said.append) as update:
         for step in range(3, 9):
@@ -357,18 +360,21 @@ def test_read_ahead_raises_where_the_batch_is_asked_for():
 
 
 def test_small_files_are_uploaded_later_where_they_could_not_be(tmp_path, monkeypatch):
-    place, said = tmp_path / "run", []
+    place = tmp_path / "run"
+    said = []
     place.write_text("where the folder should be")
     monkeypatch.setattr(metrics, "is_remote", lambda folder: True)
     small = metrics.SmallFiles(place, say=said.append)
     lines = small.local / "metrics.jsonl"
     lines.write_text("1\n")
     small.upload()
-    assert len(said) == 1 and said[0].endswith("; it is tried again with the next lines")
+    assert len(said) == 1
+    assert said[0].endswith("; it is tried again with the next lines")
     place.unlink()
     place.mkdir()
     small.upload()
-    assert (place / "metrics.jsonl").read_text() == "1\n" and len(said) == 1
+    assert (place / "metrics.jsonl").read_text() == "1\n"
+    assert len(said) == 1
     shutil.rmtree(place)
     lines.write_text("1\n2\n")
     small.close()  # another failure is another line

@@ -22,7 +22,8 @@ def test_files_and_folders_are_on_the_disk_when_a_manifest_is_written(monkeypatc
     (folder / "params" / "layers").mkdir(parents=True)
     for name in ("config.json", "params/index", "params/layers/0"):
         (folder / name).write_text("content")
-    synced, sync = set(), os.fsync
+    synced = set()
+    sync = os.fsync
 
     def noted(handle):
         synced.add(os.fstat(handle).st_ino)

@@ -10,7 +10,8 @@ from ladder_jax.config import CollectiveMatmul, Loop, Remat
 from tests import cases, covering, reference
 
 TOPOLOGIES = ("standard", "ladder", "ladder-fresh", "parallel-ladder")
-ROWS, LENGTH = 16, 8
+ROWS = 16
+LENGTH = 8
 MESHES = {
     f"{data}x{fsdp}x{8 // data // fsdp}": dict(data=data, fsdp=fsdp, tensor=8 // data // fsdp)
     for data, fsdp in itertools.product((1, 2, 4, 8), repeat=2)

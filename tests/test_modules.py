@@ -104,9 +104,8 @@ def test_an_embedding_alone():
     assert cases.error(one(tokens), table[tokens]) == 0
     logits = np.asarray(one.logits(X))
     assert cases.error(logits[..., :251], X.astype(np.float64) @ table[:251].T) < LIMIT
-    assert (logits[..., 251:] == -np.inf).all() and (
-        nn.Embedding(CONFIG, rngs=nnx.Rngs(0)).table[251:] == 0
-    ).all()
+    assert (logits[..., 251:] == -np.inf).all()
+    assert (nn.Embedding(CONFIG, rngs=nnx.Rngs(0)).table[251:] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder", "parallel"])
@@ -141,7 +140,8 @@ def test_a_layer_alone_is_the_model_of_one_layer(name):
 
 def test_rngs_decide_the_values():
     """That the mesh does not: tests/test_numerics.py."""
-    config, rngs = cases.model("ladder", num_layers=1), nnx.Rngs(0)
+    config = cases.model("ladder", num_layers=1)
+    rngs = nnx.Rngs(0)
     one, other = (nn.Transformer(config, rngs=nnx.Rngs(seed)).params for seed in (0, 1))
     assert not np.array_equal(one["layers"]["mlp"]["down"], other["layers"]["mlp"]["down"])
     first, second = (nn.MLP(config, rngs=rngs).down[...] for _ in range(2))

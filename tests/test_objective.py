@@ -32,7 +32,9 @@ from tests import cases, experts, reference
 
 TWO = dict(num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16, vocab_size=61)
 TOKENS = cases.tokens((4, 7), vocab=61)
-TAU, ALPHA, HIDDEN = 2.0, 0.7, 0.5
+TAU = 2.0
+ALPHA = 0.7
+HIDDEN = 0.5
 SETTINGS = {"last": dict(residual="ladder", ladder_layers="1"), "all": dict(residual="ladder")}
 
 
@@ -96,9 +98,12 @@ def distillation(teacher, *, forward=reference.logits, weights=1.0, hidden=0.0):
 
     def loss(params, tokens, shape):
         logp = lambda scores: scores - reference.logsumexp(scores)[..., None]
-        seen, inputs, of_teacher = [], tokens[:, :-1], dataclasses.replace(shape, kind="standard")
+        seen = []
+        inputs = tokens[:, :-1]
+        of_teacher = dataclasses.replace(shape, kind="standard")
         scores = forward(params, inputs, shape, seen)
-        ours, theirs = logp(scores / TAU), logp(reference.logits(teacher, inputs, of_teacher) / TAU)
+        ours = logp(scores / TAU)
+        theirs = logp(reference.logits(teacher, inputs, of_teacher) / TAU)
         divergence = (anp.exp(theirs) * (theirs - ours)).sum(-1)
         entropy = -reference.picked(logp(scores), tokens[:, 1:])
         mixed = (1 - ALPHA) * entropy + ALPHA * TAU**2 * divergence
@@ -119,7 +124,8 @@ def check(plan, loss, of, student, tokens, *, batch=None, part=lambda tree: tree
     """The plan's loss and gradients of a `student`'s `part` that trains, of the tokens or a `batch`
     of them, are those of `loss` in float64. What else is measured, and what was fixed.
     """
-    params, trained = cases.parameters(plan.definition), part(student)
+    params = cases.parameters(plan.definition)
+    trained = part(student)
     batch = tokens if batch is None else batch
     ((value, terms), grads), fixed = compute(plan, params, batch, trained=trained, **settings)
     expected, wanted = reference.evaluate(loss, student, tokens, of, gradient=True)
@@ -167,7 +173,8 @@ def check_low_rank(plan, tokens, of, *, count, **settings):
     """
     rng = np.random.default_rng(3)
     factors = jax.tree.map(lambda a: 0.3 * rng.standard_normal(a.shape, np.float32), plan.abstract)
-    params, limit = cases.parameters(plan.definition), cases.bound(plan.definition.config, passes=2)
+    params = cases.parameters(plan.definition)
+    limit = cases.bound(plan.definition.config, passes=2)
     ((loss, _), grads), fixed = compute(plan, params, tokens, trained=factors, **settings)
     placed = jax.device_put(factors, jax.tree.map(lambda a: a.sharding, plan.abstract))
     merged = jax.tree.map(np.asarray, plan.exported(placed, fixed))
@@ -202,7 +209,8 @@ def test_merged_low_rank_factors_equal_unmerged(form):
     of = shape(plan.definition, "ladder", (1,))
     params, merged = check_low_rank(plan, TOKENS, of, count=7, **form)
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), merged, params)
-    assert not any(jax.tree.leaves({**changed, "layers": 0})) and changed["layers"]["mlp"]["down"]
+    assert not any(jax.tree.leaves({**changed, "layers": 0}))
+    assert changed["layers"]["mlp"]["down"]
     # a frozen layer
     assert not (merged["layers"]["mlp"]["down"][0] != params["layers"]["mlp"]["down"][0]).any()
 

@@ -21,7 +21,10 @@ ALL_TRAITS = [
     Traits(*one)
     for one in itertools.product(Overlap, Phase, Loop, SPLITS, CollectiveMatmul, LAUNCHES)
 ]
-V5E, V5P, V6E, H100 = "TPU v5 lite", "TPU v5", "TPU v6e", "NVIDIA H100 80GB HBM3"
+V5E = "TPU v5 lite"
+V5P = "TPU v5"
+V6E = "TPU v6e"
+H100 = "NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.parametrize("kind", TABLE)
@@ -34,7 +37,8 @@ def test_no_two_rows_set_one_option(kind):
 def test_each_kind_of_program_has_its_own():
     hides = lambda phase: Traits(Overlap.HIDES, phase, Loop.UNROLLED)
     waits = Traits(Overlap.WAITS, Phase.DECODE, Loop.UNROLLED)
-    kernels, limit = "xla_gpu_experimental_use_collective_kernels", "xla_tpu_scoped_vmem_limit_kib"
+    kernels = "xla_gpu_experimental_use_collective_kernels"
+    limit = "xla_tpu_scoped_vmem_limit_kib"
     assert options_for(H100, hides(Phase.DECODE))[kernels] == ""
     assert kernels not in options_for(H100, waits)
     assert limit not in options_for(V5E, hides(Phase.PREFILL))

@@ -164,7 +164,8 @@ def test_plans_that_exchange_no_experts(tmp_path):
 
 def test_what_exchanged_experts_compute_again_by_hand():
     """All but the head, and the sums that are reduced: of attention and the shared expert."""
-    tokens, d = 2 * 4096, 2048
+    tokens = 2 * 4096
+    d = 2048
     wanted = request.make(**MOE, capacity=1.25, residual="ladder")
     forward, recomputed = speed.flops(EXCHANGED, request=wanted)
     head = 2 * tokens * models.shard(wanted.config, ranks=4).vocabulary * d

@@ -48,7 +48,8 @@ def python(code, environment):
 def test_the_plugin_complains(environment):
     """As jax is by itself: without this the tests below would show nothing."""
     done = python("import jax; jax.devices()", environment)
-    assert done.returncode == 0 and "RuntimeError: cuDNN not found" in done.stderr
+    assert done.returncode == 0
+    assert "RuntimeError: cuDNN not found" in done.stderr
 
 
 @quiet
@@ -62,7 +63,8 @@ def test_in_a_notebook(environment):
 def test_doctor(run_cli, environment):
     done = run_cli("doctor", "--json", **environment, check_status=0)
     report = json.loads(done.stdout)
-    assert set(report["devices"]) == {"cpu"} and done.stderr == ""
+    assert set(report["devices"]) == {"cpu"}
+    assert done.stderr == ""
     assert all(one == "ok" or "pip install" in one for one in report["targets"].values())
 
 

@@ -97,7 +97,8 @@ def test_the_limits():
         limits().bad(1, {"loss": 1.0, "gradient_norm": float("inf")})
 
 
-SPIKE, STEPS = 20, 32
+SPIKE = 20
+STEPS = 32
 SETTINGS = f"""
     train.steps={STEPS} train.checkpoint_every=8 train.evaluate_every=0 train.evaluation_batches=1
     train.keep_checkpoints=9 mesh.tensor=2 train.spike_factor=1.25 train.spike_window=8
@@ -109,7 +110,8 @@ SETTINGS = f"""
 def book(tmp_path_factory):
     """A text of which the windows that a step trains on are noise: its loss jumps."""
     content = "".join(f"line {i} of a book on {i % 7} things\n" for i in range(2000)).encode()
-    noisy, settings = bytearray(content), config.load("tiny", overrides=runs.TINY)
+    noisy = bytearray(content)
+    settings = config.load("tiny", overrides=runs.TINY)
     count = len(content) - int(len(content) * settings.data.validation_fraction)
     windows = dataset.windows(np.arange(count, dtype=np.int32), settings.train.sequence)
     rows, batch = dataset.shuffled(windows, seed=settings.train.seed), settings.train.batch

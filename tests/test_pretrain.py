@@ -95,7 +95,8 @@ def test_a_loss_between_two_measurements():
 
 def test_rows_are_kept_one_by_one(tmp_path):
     """A second call measures those that are not there, and only those."""
-    file, measured = tmp_path / "results.json", []
+    file = tmp_path / "results.json"
+    measured = []
 
     def measure(row):
         if row["seed"] == 2 and len(measured) < 3:
@@ -188,7 +189,8 @@ def test_the_study_refuses_what_cannot_be(tmp_path, asked, said):
 
 
 def test_the_readme_says_what_the_results_say():
-    results, text = studies.load(HERE / "results.json"), (HERE / "README.md").read_text()
+    results = studies.load(HERE / "results.json")
+    text = (HERE / "README.md").read_text()
     assert studies.fill(text, study.tables(results)) == text
     main = [(run["residual"], run["seed"]) for run in results["runs"]]
     assert sorted(main) == sorted(

@@ -115,7 +115,8 @@ def test_what_the_backward_pass_multiplies_again(name, mesh):
         step = train.loss_and_gradients(definition, loop=Loop.UNROLLED, remat=remat)
         return jax.jit(step).lower(definition.abstract, tokens).as_text().count("dot_general")
 
-    plain, layers = matmuls(Remat.NONE), definition.config.num_layers
+    plain = matmuls(Remat.NONE)
+    layers = definition.config.num_layers
     # Partial sums, which the loop over fsdp ties to weights.
     tied = layers - 1 if MESHES[mesh] and name == "ladder" else 0
     assert matmuls(Remat.FULL) == plain + 7 * layers + tied

@@ -77,9 +77,12 @@ def lines_of(file):
 
 def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
     """Cut at random bytes, the answers of a second run are those of one that was left in peace."""
-    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
     source.write_text("\n\n".join(map(json.dumps, PROMPTS * 2)))
-    jobs, ours, asked = jsonl.read(str(source), **READ), engine(), []
+    jobs = jsonl.read(str(source), **READ)
+    ours = engine()
+    asked = []
 
     def run():
         asked.append(0)
@@ -91,7 +94,8 @@ def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
         jsonl.answer(jobs, file=str(out), engine_for=engine_for)
 
     run()
-    expected, content = lines_of(out), out.read_bytes()
+    expected = lines_of(out)
+    content = out.read_bytes()
     by_index = {answer["index"]: answer for answer in map(json.loads, expected)}
     assert [by_index[i].get("id") for i in range(8)] == [None, "ü\ud800", 3, None] * 2
     assert [by_index[i]["new_tokens"] for i in (0, 1)] == [6, 9]
@@ -105,7 +109,8 @@ def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
 
 
 def test_answers_to_something_else_are_refused(tmp_path):
-    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')
     jobs = jsonl.read(str(source), **READ)
     result = decode.Result((1,), "b", None, Finish.LENGTH, 1)

@@ -162,7 +162,8 @@ def test_a_configuration_is_shown_as_one_types_it(name):
         made = config.preset(name, **changes)
         assert eval(repr(made), vars(config)) == made
     run = config.load(name)
-    assert eval(repr(run), vars(config)) == run and len(repr(run)) < 1000
+    assert eval(repr(run), vars(config)) == run
+    assert len(repr(run)) < 1000
 
 
 def test_a_report_prints_the_commands_table():
@@ -202,4 +203,5 @@ def test_topologies_in_words():
 def test_topologies_of_any_size(which):
     for name in ("ladder-2", "ladder-fresh") if which else config.RESIDUALS:
         shown = repr(residual.topology(name, num_layers=80, ladder_layers=which))
-        assert len(shown) <= 600 and shown.count("\n") <= 6
+        assert len(shown) <= 600
+        assert shown.count("\n") <= 6

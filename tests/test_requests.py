@@ -38,7 +38,8 @@ def test_a_request_without_numbers_fails_alone(loop):
     ours.step()
     settings = dict(temperature=0.8, top_k=5, top_p=0.9, logprobs=True)
     for bad in BAD, dataclasses.replace(BAD, **settings):
-        failing, after = ours.submit(bad), ours.submit(GOOD)
+        failing = ours.submit(bad)
+        after = ours.submit(GOOD)
         with pytest.raises(
             NoNumbers,
             match="the model's logits are no numbers .NaN or infinite. after 0 new tokens",
@@ -82,7 +83,8 @@ def test_a_generator_says_which_prompt():
 
 
 def test_a_file_of_prompts_has_a_line_for_it(tmp_path):
-    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
     source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("b", chr(POISON), "b")))
     jobs = jsonl.read(str(source), defaults=DecodeConfig(max_new_tokens=3), **READ)
     with pytest.raises(RunFailed, match="out.jsonl: 1 prompts have no answer; their lines say why"):
@@ -96,17 +98,16 @@ def test_a_file_of_prompts_has_a_line_for_it(tmp_path):
 
 def test_greedy_requests_run_the_lean_program():
     """Nobody draws or asks for log-probabilities: no program that could is run."""
-    ours, ran = engine(), []
+    ours = engine()
+    ran = []
     decode_ = ours._device.decode
     ours._device.decode = lambda choice: (ran.append(choice), decode_(choice))[1]
     ours.submit(Request([1], max_new_tokens=12, repetition_penalty=1.5)).result()
     assert set(ran) == {Choice.GREEDY}
     for more in (dict(temperature=1.0, seed=0), dict(logprobs=True)):
         ran.clear()
-        long, short = (
-            ours.submit(Request([1], max_new_tokens=12)),
-            ours.submit(Request([2], max_new_tokens=3, **more)),
-        )
+        long = ours.submit(Request([1], max_new_tokens=12))
+        short = ours.submit(Request([2], max_new_tokens=3, **more))
         ours.run()
         assert ran == [Choice.SAMPLED, Choice.GREEDY, Choice.GREEDY]
         assert len(long.result().tokens) == 12

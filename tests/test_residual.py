@@ -49,7 +49,8 @@ def test_a_standard_layer_before_a_ladder_layer_leaves_its_mlp_pending():
         [1, 1],
         [1, 1],
     ]
-    assert layers[0] == topology("standard").layers[0] and layers[2] == topology("ladder").layers[0]
+    assert layers[0] == topology("standard").layers[0]
+    assert layers[2] == topology("ladder").layers[0]
     # a last one by itself, too: `flush` adds what it leaves
     assert topology("ladder", "1").layers[-1] == topology("ladder").layers[-1]
 
@@ -149,7 +150,8 @@ def test_plain_functions_in_halves(monkeypatch):
     """
     started = communication.start_on_a_cpu(monkeypatch)
     sublayers = (lambda x: x + parallel.rank(("tensor",)), lambda x: 2 * x)
-    axes, plan = ("tensor",), residual.topology("ladder", num_layers=2)
+    axes = ("tensor",)
+    plan = residual.topology("ladder", num_layers=2)
 
     def run(launch):
         def local(x):

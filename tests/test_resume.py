@@ -24,7 +24,9 @@ from tests import cases, runs
 from tests.covering import full
 from tests.runs import losses
 
-STEPS, SAVE, EVALUATE = 45, 15, 5
+STEPS = 45
+SAVE = 15
+EVALUATE = 5
 SETTINGS = f"""
     mesh.tensor=2 train.steps={STEPS} train.checkpoint_every={SAVE} train.evaluate_every={EVALUATE}
     train.evaluation_batches=40
@@ -118,13 +120,15 @@ def test_killed_again_and_again(book, resumable, uninterrupted, kills):
     """SIGKILL after step 15, until a run has died that often in each of these: the losses are
     bit-identical.
     """
-    directory, moments = resumable, random.Random(0)
+    directory = resumable
+    moments = random.Random(0)
     shutil.rmtree(directory / "checkpoints" / "30")
     died = {"step": 0, "save": 0, "evaluation": 0}
     while any(died[kind] < often for kind, often in kills.items()):
         kind = min(kills, key=died.get)  # the one with the fewest
         resumed = max([0, *steps(directory / "checkpoints")])
-        left, target = being_written(directory), resumed + moments.randint(1, SAVE - 2)
+        left = being_written(directory)
+        target = resumed + moments.randint(1, SAVE - 2)
         process = start(book, directory)
 
         def moment():
@@ -250,7 +254,8 @@ def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted, larges
 
     (Its programs are in the compilation cache, where nothing could be written either.)
     """
-    said, directory = [], tmp_path / "run"
+    said = []
+    directory = tmp_path / "run"
     largest_file(40 * 1024)
     with pytest.raises(RunFailed, match="^the checkpoint of step 45 could not be written"):
         run(book, directory, said=said)

@@ -149,7 +149,8 @@ def test_the_model_and_the_tokenizer_are_the_checkpoints(trained, place):
 @pytest.mark.parametrize("which", ["everything", pytest.param("frozen", marks=FULL)])
 def test_what_is_frozen_stays_bit_for_bit(which, trained, place):
     directory, _ = trained(which)
-    before, after = params_of(place / "base"), params_of(directory)
+    before = params_of(place / "base")
+    after = params_of(directory)
     same = lambda a, b: (a == b).all()
     assert same(before["embedding"]["table"], after["embedding"]["table"])
     first, other = (
@@ -169,11 +170,14 @@ def test_only_the_side_network_trains(trained, place, tmp_path):
     """
     side, said = trained("side")
     assert "no MFU: its formula is of training all weights on the data alone" in said
-    before, after = params_of(place / "base"), params_of(side)
-    ends, blocks = after.pop("side"), after["layers"].pop("side")
+    before = params_of(place / "base")
+    after = params_of(side)
+    ends = after.pop("side")
+    blocks = after["layers"].pop("side")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))
     assert all(np.abs(a).max() > 0 for a in jax.tree.leaves((ends["up"], blocks["gate"])))
-    model, prompt = open_model(side), [5, 6, 7, 8, 9]
+    model = open_model(side)
+    prompt = [5, 6, 7, 8, 9]
     (new,) = (
         model.generator(settings=DecodeConfig(), tensor=1).tokens([prompt], config=GREEDY).tolist()
     )
@@ -196,7 +200,8 @@ def test_a_side_network_is_trained_further(trained, place, tmp_path):
     side, _ = trained("side")
     start = ["data.format=examples", "train.steps=1", f"train.start={side}"]
     run(place, tmp_path / "more", *start)
-    before, after = params_of(side), params_of(tmp_path / "more")
+    before = params_of(side)
+    after = params_of(tmp_path / "more")
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)
     assert moved["side"]["up"]
     assert moved["layers"]["side"]["tap"]

@@ -17,7 +17,10 @@ from ladder_jax.parallel import ring
 from tests import cases, covering
 
 AXES = ("tensor",)
-ROWS, CHUNK, D, F = 2, 3, 8, 6
+ROWS = 2
+CHUNK = 3
+D = 8
+F = 6
 
 
 def over(ranks: int, function, *specs):
@@ -48,11 +51,9 @@ RANKS = [2, 3, 8, *(pytest.param(more, marks=pytest.mark.full) for more in (1, 5
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_ring_is_a_gather_and_a_product(ranks):
     """And backward a product and a scatter; with any number of ranks. By hand, in NumPy."""
-    x, w, g = (
-        draw(ROWS, ranks * CHUNK, D),
-        draw(2, ranks, D, F, seed=1),
-        draw(2, ranks, ROWS, ranks * CHUNK, F, seed=2),
-    )
+    x = draw(ROWS, ranks * CHUNK, D)
+    w = draw(2, ranks, D, F, seed=1)
+    g = draw(2, ranks, ROWS, ranks * CHUNK, F, seed=2)
 
     def local(x, w, g):
         value, pull_back = jax.vjp(
@@ -70,11 +71,9 @@ def test_a_ring_is_a_gather_and_a_product(ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_ring_is_a_product_and_a_scatter(ranks):
-    x, w, g = (
-        draw(ranks, ROWS, ranks * CHUNK, F),
-        draw(ranks, F, D, seed=1),
-        draw(ROWS, ranks * CHUNK, D, seed=2),
-    )
+    x = draw(ranks, ROWS, ranks * CHUNK, F)
+    w = draw(ranks, F, D, seed=1)
+    g = draw(ROWS, ranks * CHUNK, D, seed=2)
     bias = draw(ranks, D, seed=3)
     biased = functools.partial(quantized.biased, "BTF,FD->BTD")
 
@@ -106,7 +105,8 @@ def test_a_ring_sends_each_chunk_once(ranks):
     """One ring feeds several matrices; backward there are two: one gathers for the weights, one for
     the input.
     """
-    x, w = draw(ROWS, ranks * CHUNK, D), (draw(ranks * D, F), draw(ranks * D, F))
+    x = draw(ROWS, ranks * CHUNK, D)
+    w = (draw(ranks * D, F), draw(ranks * D, F))
     product = lambda x, w: ring.gather_product(MATRICES, x, w, AXES)
     forward = over(ranks, product, SPLIT, (ROW, ROW), (P(None, None, "tensor"),) * 2)
     assert permutes(forward, x, w) == ranks - 1
@@ -144,7 +144,8 @@ def test_gradients_are_the_references(name, tensor, loop, remat):
 def test_a_prefill_in_rings_is_the_plain_one(quantize):
     """Of int8 with the scales, too; and so is one whose stream is split without them."""
     definition = cases.define("standard", tensor=4, num_layers=2)
-    settings, split = dict(loop=Loop.UNROLLED, quantize=quantize), dict(sequence_parallel=True)
+    settings = dict(loop=Loop.UNROLLED, quantize=quantize)
+    split = dict(sequence_parallel=True)
     plain, *others = (
         cases.prefilled(definition, TOKENS[:, :8], [8] * 4, **form, **settings)
         for form in ({}, split, dict(collective_matmul=CollectiveMatmul.RING, **split))

@@ -17,7 +17,8 @@ from ladder_jax.parallel import on_mesh, over_ranks
 from tests import cases, covering
 
 # ranks hold a multiple of SHARE: from tensor=8 on, some hold nothing but padding
-VOCAB, SHARE = 50, 10
+VOCAB = 50
+SHARE = 10
 MESHES = {
     "1": dict(name="standard"),
     "2": dict(name="standard", tensor=2),
@@ -65,10 +66,8 @@ def compiled(mesh, kind="sample", count=sampling.COUNT):
     all on `mesh`.
     """
     layout = cases.define(**MESHES[mesh]).layout
-    in_dims, out_dims = (
-        ("BV", "B", "B", "BV"),
-        {"sample": ("B", "B"), "greedy": "B"}.get(kind, "BV"),
-    )
+    in_dims = ("BV", "B", "B", "BV")
+    out_dims = {"sample": ("B", "B"), "greedy": "B"}.get(kind, "BV")
 
     def local(logits, settings, positions, seen):
         any_row = sampling.AnyRow.of(settings)
@@ -147,7 +146,8 @@ def test_nothing_sorts_or_gathers_the_vocabulary():
     """The compiled program has XLA's kernel for the largest scores, and sorts no more than was
     gathered of them: of each of 8 ranks the candidates and their mass, and 5 numbers a row.
     """
-    scores, count = np.zeros((2, 8 * 4096), np.float32), sampling.COUNT
+    scores = np.zeros((2, 8 * 4096), np.float32)
+    count = sampling.COUNT
     rest = settings([{**OFF, "top_k": 50}] * 2), np.zeros(2, np.int32), np.zeros(scores.shape, bool)
     program = compiled("8").jitted.lower(scores, *rest).compile().as_text()
     assert 'custom_call_target="TopK"' in program
@@ -159,7 +159,8 @@ def test_nothing_sorts_or_gathers_the_vocabulary():
 
 def test_draws_have_the_distribution_that_was_asked_for():
     """And log-probabilities are of the logits as given."""
-    draws, values = DRAWS, np.repeat(logits(1), len(ASKED), 0)
+    draws = DRAWS
+    values = np.repeat(logits(1), len(ASKED), 0)
     seen = np.repeat(np.random.default_rng(2).random((1, VOCAB)) < 0.4, len(ASKED), 0)
     many = lambda rows: np.repeat(np.asarray(rows), draws, 0)
     tokens, logprobs = compiled("2")(many(values), settings(many(ASKED)), None, many(seen))
@@ -193,7 +194,8 @@ def test_a_temperature_beyond_all_measure_is_a_uniform_draw():
 
 
 def test_neither_the_mesh_nor_the_neighbours_change_a_row():
-    values, rows = logits(16), np.arange(16)
+    values = logits(16)
+    rows = np.arange(16)
     seen = np.random.default_rng(3).random((16, VOCAB)) < 0.3
     ask = lambda which: settings([ASKED[i] for i in which], seed=4)
     expected, logprobs = compiled("1")(values, ask(rows % 8), rows, seen)
@@ -228,10 +230,12 @@ def test_logits_that_are_no_numbers_give_no_token(mesh):
     """Greedy or drawn, cut or not, in whichever rank's share; the rows beside them are as they
     were. Of equal logits, one rank's or several ranks', the first is taken.
     """
-    values, rows = logits(16), np.arange(16)
+    values = logits(16)
+    rows = np.arange(16)
     values[8, [3, 45]] = values[15, [41, 42]] = 10
     ask = settings([ASKED[row % 8] for row in rows])
-    expected, greedy = compiled(mesh)(values, ask)[0], compiled(mesh, "greedy")(values, ask)
+    expected = compiled(mesh)(values, ask)[0]
+    greedy = compiled(mesh, "greedy")(values, ask)
     assert (expected >= 0).all()
     assert (greedy == values.argmax(1)).all()
     assert (greedy[8], expected[15]) == (3, 41)
@@ -267,7 +271,8 @@ def test_seen_holds_the_prompt(mesh):
 
 
 def test_one_compilation_serves_all_settings():
-    sample, values = compiled("8"), logits(16)
+    sample = compiled("8")
+    values = logits(16)
     sample(values, settings(2 * ASKED))
     before = sample.jitted._cache_size()
     for asked in ASKED:
@@ -312,7 +317,8 @@ def test_decoding_penalises_and_scores_each_token_by_all_before_it():
 def test_generation_reads_every_setting():
     ours, *_ = generator()
     ask = lambda **more: ours.tokens([PROMPT], config=DecodeConfig(max_new_tokens=20, **more))
-    greedy, warm = ask(), ask(temperature=5.0)
+    greedy = ask()
+    warm = ask(temperature=5.0)
     assert not np.array_equal(greedy, warm)
     for one in (dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)):
         np.testing.assert_array_equal(ask(temperature=5.0, **one), greedy)

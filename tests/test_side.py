@@ -106,7 +106,8 @@ def compute(plan, params, tokens=TOKENS, **train):
 )
 def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
     definition = define(name, **mesh)
-    plan, params = Retraining(definition), cases.parameters(definition)
+    plan = Retraining(definition)
+    params = cases.parameters(definition)
     (loss, _), grads = compute(plan, params, loop=loop, remat=remat)
     network = plan.split(params)[0]["side"]
     exact = dense(definition, params)
@@ -132,7 +133,8 @@ def test_the_first_step_starts_from_the_model_itself(more):
     params = cases.placed(base.definition)
     exact = dict(compiler_options={"xla_allow_excess_precision": False})
     loss = lambda task, *args: jax.jit(held_out_loss(task).__wrapped__, **exact)(*args, TOKENS)
-    frozen, before = plan.split(params)[1], loss(base, params, {})
+    frozen = plan.split(params)[1]
+    before = loss(base, params, {})
     network = plan.initial_side(seed=3)
     assert float(loss(plan, network, frozen)) == float(before)
     moved = {"side": {**network["side"], "up": network["side"]["up"] + 0.1}}
@@ -230,7 +232,8 @@ def test_decoding_runs_the_side_network(name, tensor, loop):
     """
     definition = define(name, tensor=tensor)
     params = cases.placed(definition)
-    prompts, generator = PROMPTS[:2], Generator(definition, params, loop=loop)
+    prompts = PROMPTS[:2]
+    generator = Generator(definition, params, loop=loop)
     settings = DecodeConfig(max_new_tokens=3, temperature=0.0, prefill_chunk=32)
     found = generator.tokens(prompts, config=settings)
     for prompt, new in zip(prompts, found):
@@ -330,7 +333,8 @@ def test_all_weights_do_not_train_beside_a_side_network():
 
 
 def test_a_plain_definition_does_not_leave_the_network_out():
-    config, mesh = cases.model("ladder", side=SideConfig(4)), parallel.make_mesh(tensor=2)
+    config = cases.model("ladder", side=SideConfig(4))
+    mesh = parallel.make_mesh(tensor=2)
     with pytest.raises(
         UserError, match="model.side is no part of a ModelDef: ladder_jax.side defines such models"
     ):

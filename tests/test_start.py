@@ -29,7 +29,8 @@ def wide(tmp_path_factory):
 
 def same(found, wanted):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        assert a.dtype == b.dtype
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         np.testing.assert_array_equal(a, b)
 
 
@@ -101,7 +102,8 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
     sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: own)
     like = SimpleNamespace(shape=(128, 512), dtype=np.dtype(np.float32), sharding=sharding)
     store = arrays.opened(wide / "checkpoints" / "1" / "params", "layers/mlp/up").result()[2]
-    reads, shares = arrays.begin_read(store, like), []
+    reads = arrays.begin_read(store, like)
+    shares = []
     assert set(reads) == set(own.values())
     place = lambda share, *_: shares.extend(map(share, own.values()))
     monkeypatch.setattr(arrays.meshes, "place", place)
@@ -120,7 +122,8 @@ def peak():
         fn()  # compiles, and makes what jax keeps
         gc.collect()  # an earlier engine, in a cycle, would be freed while this one is made
         seen = {}
-        most, before = 0, on_devices(seen)
+        most = 0
+        before = on_devices(seen)
 
         def look(frame, event, _):
             nonlocal most
@@ -168,7 +171,8 @@ def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor)
     """What is on the devices while an engine is made: at most what it keeps, and its largest array
     in float32.
     """
-    opened, settings = open_model(wide), DecodeConfig(quantize=quantize)
+    opened = open_model(wide)
+    settings = DecodeConfig(quantize=quantize)
     sizes = dict(slots=1, capacity=16, max_queue=1)
     peak(lambda: opened.engine(settings=settings, tensor=tensor, **sizes, decoder=None), LARGEST)
 

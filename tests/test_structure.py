@@ -78,7 +78,8 @@ def test_the_core_knows_no_side_network():
     """
     core = [m for m in MODULES if package(m) in ("residual", "nn", "parallel", "decode")]
     core.append("ladder_jax.train.gradients")
-    reached, left = set(core), list(core)
+    reached = set(core)
+    left = list(core)
     while left:
         found = imported(MODULES[left.pop()]) - reached
         reached |= found

@@ -150,7 +150,8 @@ def test_what_was_refitted_is_of_one_topology(tmp_path):
         given = [f"train.start={folder}", "model.residual=ladder", *more]
         return sources.of_run(config.load(tmp_path / "run.yaml", overrides=given))
 
-    named, standard = f"distill.teacher={folder}", "distill.residual=standard"
+    named = f"distill.teacher={folder}"
+    standard = "distill.residual=standard"
     for allowed in (
         ["distill.teacher=start", standard],
         ["conversion.steps=4"],
@@ -158,7 +159,8 @@ def test_what_was_refitted_is_of_one_topology(tmp_path):
     ):
         of_run(*allowed)
     (folder / "refit.json").write_text("{}")
-    assert of_run(named, standard).teacher.refit and of_run().start.refit
+    assert of_run(named, standard).teacher.refit
+    assert of_run().start.refit
     other = "half' were refitted for standard, so they cannot teach as ladder; name the model"
     for more, said in (
         (["distill.teacher=start", "distill.residual=ladder"], other),

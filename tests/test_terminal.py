@@ -21,7 +21,8 @@ def test_a_table_is_no_wider(width):
     lines = TABLE.lines(width)
     assert max(map(len, lines)) <= width
     rule = next(number for number, line in enumerate(lines) if line.startswith("─"))
-    head, body = " ".join(lines[:rule]).split(), " ".join(lines[rule + 1 :]).split()
+    head = " ".join(lines[:rule]).split()
+    body = " ".join(lines[rule + 1 :]).split()
     assert sorted(head) == sorted("name tokens a second range".split())
     assert sorted("".join(body)) == sorted("parallel-shared-norm1,2341,000-2,000")
 
@@ -48,8 +49,11 @@ def test_lines_are_wrapped_on_a_terminal_alone(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     terminal.show([long, command])
     *wrapped, last = capsys.readouterr().out.splitlines()
-    assert last == command and len(wrapped) == 3 and all(len(line) <= 80 for line in wrapped)
-    assert wrapped[1].startswith("          word") and " ".join(wrapped).split() == long.split()
+    assert last == command
+    assert len(wrapped) == 3
+    assert all(len(line) <= 80 for line in wrapped)
+    assert wrapped[1].startswith("          word")
+    assert " ".join(wrapped).split() == long.split()
     monkeypatch.delenv("COLUMNS")
     terminal.show([long])
     assert capsys.readouterr().out == long + "\n"
@@ -82,7 +86,8 @@ def test_commands_at_80_columns(words, monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS")
     assert cli.main(words.split()) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert len(first) <= 80 and first.startswith(("take ", "no: take ", "nothing fits"))
+    assert len(first) <= 80
+    assert first.startswith(("take ", "no: take ", "nothing fits"))
 
 
 def test_checkpoints(monkeypatch, capsys):

@@ -127,7 +127,8 @@ def words(tmp_path):
 
 def test_another_tokenizer(words, tmp_path):
     """Its own copy goes along; each document ends with the token that ends documents."""
-    made, given = Store(tmp_path / "out").manifest, words
+    made = Store(tmp_path / "out").manifest
+    given = words
     (tmp_path / "t").rename(tmp_path / "away")
     assert Store(tmp_path / "out").tokenizer().name == given.name == made.tokenizer
     assert made.dtype == "<u2"

@@ -17,7 +17,8 @@ from ladder_jax.plan import confirm as planner
 from ladder_jax.train.gradients import _after_backward
 from tests import cases
 
-ROWS, LENGTH = 4, 32
+ROWS = 4
+LENGTH = 32
 ALWAYS = ["model.residual=ladder", "model.num_layers=2", f"train.sequence={LENGTH}"]
 
 

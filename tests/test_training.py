@@ -34,7 +34,8 @@ def dense_step(params, tokens, shape, recipe):
     rate = recipe.learning_rate / recipe.warmup_steps
 
     def update(path, p, g):
-        mean, square = (1 - recipe.beta1) * g, (1 - recipe.beta2) * g**2
+        mean = (1 - recipe.beta1) * g
+        square = (1 - recipe.beta2) * g**2
         step = mean / (1 - recipe.beta1) / (np.sqrt(square / (1 - recipe.beta2)) + recipe.eps)
         decay = 0 if "norm" in str(path) else recipe.weight_decay
         return p - rate * (step + decay * p)
@@ -78,7 +79,8 @@ def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
     assert float(metrics["learning_rate"]) == pytest.approx(rate)
     # Adam's first step is about the gradient's sign: where a gradient is near 0 rounding decides
     # it, so compare all but the few entries whose sign could differ.
-    old, wanted = named(params), named(expected)
+    old = named(params)
+    wanted = named(expected)
     for name, new in named(state.params).items():
         off = np.abs(np.asarray(new) - wanted[name]) > 1e-3 * rate + 1e-6 * np.abs(old[name])
         assert off.mean() < 1e-2, (name, off.mean())
@@ -88,7 +90,8 @@ def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
 def test_the_papers_schedule():
     recipe = TrainConfig()
     rate = steps.learning_rate(recipe)
-    assert float(rate(1_999)) == pytest.approx(3e-4) and float(rate(999)) == pytest.approx(1.5e-4)
+    assert float(rate(1_999)) == pytest.approx(3e-4)
+    assert float(rate(999)) == pytest.approx(1.5e-4)
     halfway = 2_000 + (25_000 - 2_000) // 2
     assert float(rate(halfway)) == pytest.approx(3e-4 * 0.55, rel=1e-3)
     assert float(rate(25_000)) == pytest.approx(3e-5)
@@ -129,9 +132,11 @@ def test_a_run_leaves_what_it_promises(uninterrupted):
     rows = metrics.read(directory)
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert list(rows[0])[:4] == ["step", "loss", "tokens", "tokens_per_second"]
-    assert rows[-1]["loss"] < rows[0]["loss"] - 1 and rows[-1]["tokens"] == 30 * 4 * 32
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1
+    assert rows[-1]["tokens"] == 30 * 4 * 32
     assert sorted(int(p.name) for p in (directory / "checkpoints").iterdir()) == [10, 20, 30]
-    assert result.steps == 30 and 0 < result.validation_loss < 6
+    assert result.steps == 30
+    assert 0 < result.validation_loss < 6
 
 
 def test_the_profilers_port(uninterrupted, book):
@@ -164,7 +169,8 @@ def test_a_run_without_steps_may_be_begun_anew(book, tmp_path, monkeypatch):
     """With other settings, such as a smaller batch after the first one needed too much memory; not
     from other weights, whose tokenizer may be another one. A part of a checkpoint counts as steps.
     """
-    directory, other = tmp_path / "run", ["train.steps=1", "train.batch=2"]
+    directory = tmp_path / "run"
+    other = ["train.steps=1", "train.batch=2"]
     with monkeypatch.context() as patched, pytest.raises(UserError, match="out of memory"):
         patched.setattr(session.Session, "run", mock.Mock(side_effect=UserError("out of memory")))
         run(book, directory)

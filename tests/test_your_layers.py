@@ -21,7 +21,8 @@ from ladder_jax.parallel import Overlap, Split, Traits, compiled
 from tests import cases, covering
 from tests.test_residual import UNROLLED, example
 
-AXES, EQUAL = ("tensor",), P()
+AXES = ("tensor",)
+EQUAL = P()
 X = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
 # L, sublayer, D, F, in/out
 STACKED = np.random.default_rng(1).standard_normal((3, 2, 8, 16, 2)).astype(np.float32) / 4
@@ -44,7 +45,8 @@ class Block:
 
 def compiled_on_ranks(local, *, tensor=2, out=EQUAL, check_vma=True):
     """`local` of the stream and each rank's slice of STACKED."""
-    mesh, specs = parallel.make_mesh(tensor=tensor), (P(), P(None, None, None, "tensor", None))
+    mesh = parallel.make_mesh(tensor=tensor)
+    specs = (P(), P(None, None, None, "tensor", None))
     return jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
     )
@@ -107,7 +109,8 @@ def exact_gradients(name):
 def check_rule(found, name):
     """A result and its gradients are the rule's."""
     errors = list(map(cases.error, found, exact_gradients(name)))
-    assert errors[0] < LIMIT and max(errors) < 2 * LIMIT
+    assert errors[0] < LIMIT
+    assert max(errors) < 2 * LIMIT
 
 
 def test_a_scan_is_named_by_its_layers():
@@ -186,7 +189,8 @@ def test_run_of_bfloat16_sublayers_on_a_float32_stream():
         on_ranks(lambda x, w, loop=loop: residual.run(topology, half, x, params=w, loop=loop))
         for loop in ("scan", "unrolled")
     ]
-    assert outs[0].dtype == np.float32 and cases.error(*outs) < HALF_LIMIT
+    assert outs[0].dtype == np.float32
+    assert cases.error(*outs) < HALF_LIMIT
     assert cases.error(outs[0], exact_gradients("ladder")[0]) < HALF_LIMIT
 
 
@@ -330,7 +334,8 @@ def test_what_sublayers_change_is_changed_in_the_stack(settings):
     for sublayer in (stack.layers.attention, stack.layers.mlp):
         assert sublayer.calls[...].tolist() == [2 * halves] * 3
     first = stack.layers.attention.newest[...]
-    assert first[0] == X[-1 if halves == 2 else 0, 0, 0] and len(set(first.tolist())) == 3
+    assert first[0] == X[-1 if halves == 2 else 0, 0, 0]
+    assert len(set(first.tolist())) == 3
 
 
 def test_a_stack_that_changes_nothing_may_be_closed_over():
@@ -346,7 +351,8 @@ def test_a_stacks_graph_is_a_static_argument():
     settings = dict(topology=THREE, axes=(), sublayers=lambda layer: (layer.first, layer.second))
     make = lambda **more: residual.Stack(Pair, rngs=nnx.Rngs(0), **settings, **more)
     call = jax.jit(lambda graph, params: nnx.merge(graph, params)(X), static_argnums=0)
-    first, second = nnx.split(make()), nnx.split(make())
+    first = nnx.split(make())
+    second = nnx.split(make())
     assert hash(first[0]) == hash(second[0])
     assert cases.error(call(*first), make()(jnp.asarray(X))) < LIMIT
     with pytest.raises(UserError, match="unknown value for loop: 'scann'; did you mean 'scan'"):
@@ -376,7 +382,8 @@ def test_a_scan_of_bfloat16_sublayers_and_its_gradient():
     """The stream is float32, and what is pending is not."""
 
     def own(x, stacked):
-        steps, state = THREE.layers[0], residual.begin(x, topology=THREE, axes=AXES)
+        steps = THREE.layers[0]
+        state = residual.begin(x, topology=THREE, axes=AXES)
 
         def turn(state, weights):
             for step in steps:
@@ -449,5 +456,6 @@ def test_a_bias_on_one_rank_counts_once():
     once = lambda bias: residual.on_one_rank(bias, AXES)
     one, four = (on_ranks(lambda x, w: local(x, w, once), tensor=tensor) for tensor in (1, 4))
     wrong = on_ranks(lambda x, w: local(x, w, lambda bias: bias), tensor=4)
-    assert cases.error(four, one) < LIMIT and cases.error(wrong, one + 3) < LIMIT
+    assert cases.error(four, one) < LIMIT
+    assert cases.error(wrong, one + 3) < LIMIT
     assert (residual.on_one_rank(X, ()) == X).all()

@@ -33,7 +33,8 @@ def together(make: Callable, params: Iterable) -> Callable:
 
 def _run(made: list) -> list[tuple]:
     """Each one's (result, lines of the optimised program that are its own, or nobody's)."""
-    results, meshes = [None] * len(made), {}
+    results = [None] * len(made)
+    meshes = {}
     for index, (_, arguments) in enumerate(made):
         meshes.setdefault(jax.tree.leaves(arguments)[0].sharding.mesh, []).append(index)
     for members in meshes.values():

@@ -10,7 +10,8 @@ SENTENCES = [
     "the cat sat on the mat, and the rat sat on the cat.",
     "naïve café, 東京 🙂 and   three spaces\n",
 ]
-END, BEGIN = "<|end|>", "<|begin|>"
+END = "<|end|>"
+BEGIN = "<|begin|>"
 TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
     {% if message.role not in ['system', 'user', 'assistant'] %}

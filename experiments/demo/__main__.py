@@ -39,7 +39,8 @@ def main(arguments: list[str]) -> int:
 
     cli.prepare_devices(None)
     recipe, runs, residuals = EXPERTS if args.experts else DENSE
-    console, began = Console(), time.perf_counter()
+    console = Console()
+    began = time.perf_counter()
     results = {}
 
     def train_all() -> None:

@@ -46,7 +46,8 @@ def main() -> int:
         return again(*args.case)
     indices = itertools.count() if args.count is None else range(args.count)
     seconds = args.seconds or (600.0 if args.count is None else float("inf"))
-    began, met = time.monotonic(), []
+    began = time.monotonic()
+    met = []
     try:
         for case, outcome in walk(args.seed, indices, seconds=seconds):
             met.append((case, outcome))

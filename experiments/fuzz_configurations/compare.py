@@ -34,7 +34,9 @@ from ladder_jax.parallel import make_mesh
 from ladder_jax.train.gradients import held_out_loss
 from tests import cases, one_step, reference, rounding
 
-LENGTHS, NEW, READ = np.array([1, 4, 6, 3], np.int32), 2, 8
+LENGTHS = np.array([1, 4, 6, 3], np.int32)
+NEW = 2
+READ = 8
 BY_RANKS = ("fresh", "desync", "none")  # functions that depend on the ranks
 
 
@@ -43,18 +45,22 @@ class Beyond(Exception):
 
 
 def outcome(case: Case) -> Outcome:
-    began, done = time.perf_counter(), []
+    began = time.perf_counter()
+    done = []
     try:
         with warnings.catch_warnings(), jax.numpy_rank_promotion("raise"):
             warnings.simplefilter("error")
             Run(case, done).check()
-        what, said = "ran", ""
+        what = "ran"
+        said = ""
     except UserError as error:
-        what, said = "refused", str(error)
+        what = "refused"
+        said = str(error)
     except Exception as error:  # whatever a program raises is what we look for
         frames = [] if isinstance(error, Beyond) else traceback.extract_tb(error.__traceback__)[-6:]
         places = [f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-        what, said = "failed", "\n".join([f"{type(error).__name__}: {error}", *places])
+        what = "failed"
+        said = "\n".join([f"{type(error).__name__}: {error}", *places])
     return Outcome(what, said, tuple(done), time.perf_counter() - began)
 
 
@@ -208,7 +214,8 @@ class Run:
         this very case.
         """
         model = self.first.config.model
-        limit, largest = cases.bound(model, passes=passes), top(wanted[1])
+        limit = cases.bound(model, passes=passes)
+        largest = top(wanted[1])
         errors = {path: deviation(a, b, largest) for path, (a, b) in pairs(found, wanted).items()}
         wrong = [path for path, error in errors.items() if not error < limit]
         if wrong and self.referenced:
@@ -227,7 +234,8 @@ class Run:
         """The arrays whose error is beyond so many times what samples of rounding have, and how
         many times it is.
         """
-        usual, errors = spread(samples, wanted), spread([found], wanted)
+        usual = spread(samples, wanted)
+        errors = spread([found], wanted)
         limit = rounding.STUDENT * roundings
         return {
             path: e / max(usual[path], 1e-30)
@@ -319,11 +327,9 @@ class Run:
                 definition, sequence_parallel=drawn["way"] == "split", **how
             )
             logits, caches = program(stored, prompts, LENGTHS)
-        found, rows, step = (
-            [np.asarray(logits)],
-            np.arange(4),
-            one_step.decode.__wrapped__(definition, **form),
-        )
+        found = [np.asarray(logits)]
+        rows = np.arange(4)
+        step = one_step.decode.__wrapped__(definition, **form)
         for new in range(NEW):
             lengths = LENGTHS + new
             logits, caches = step(stored, caches, tokens[rows, lengths], lengths)

@@ -252,9 +252,11 @@ def retraining(draft: Draft) -> dict[str, Any]:
     split = (
         draft.settings.get("train.sequence_parallel") or draft.settings.get("train.interleave") == 2
     )
-    shared, names = "parallel-shared-norm", EXPERTS if draft.preset == "tiny-moe" else DENSE
+    shared = "parallel-shared-norm"
+    names = EXPERTS if draft.preset == "tiny-moe" else DENSE
     alike = [n for n in names if (n == shared) == (student == shared) and (splits(n) or not split)]
-    taught, teacher = {"distill.teacher": rng.choice(["start", "TEACHER"]), "train.z_loss": 0.0}, {}
+    taught = {"distill.teacher": rng.choice(["start", "TEACHER"]), "train.z_loss": 0.0}
+    teacher = {}
     taught |= {
         "distill.temperature": rng.choice([1.0, 2.0]),
         "distill.alpha": rng.choice([1.0, 0.7]),
@@ -278,7 +280,8 @@ def another(draft: Draft, teacher: dict[str, Any], drops: bool) -> dict[str, Any
     only.
     """
     settings, other = draft.settings, Draft(draft.rng, draft.preset, dict(draft.settings))
-    residual, tensor = settings["model.residual"], settings["mesh.tensor"]
+    residual = settings["model.residual"]
+    tensor = settings["mesh.tensor"]
     if not drops:
         other.settings |= WHOLE
         if "mesh.experts" in settings:

@@ -63,7 +63,8 @@ def in_parts(arrays, *, parts: int = 1) -> list[Documents]:
 
 def documents(tokens: np.ndarray, segments: np.ndarray, loss_mask: np.ndarray) -> Documents:
     """Of a part's rows, with weights of 0 and 1."""
-    length, found = tokens.shape[1] - 1, []
+    length = tokens.shape[1] - 1
+    found = []
     for row, segment, mask in zip(tokens, segments, loss_mask):
         starts = np.flatnonzero(np.diff(segment[:-1])) + 1
         for here in np.split(np.arange(length), starts):

@@ -85,7 +85,8 @@ class Program:
     @functools.cached_property
     def student(self):
         """All the model's weights, with factors beside them where `tests.reference` reads them."""
-        whole, below = dict(self.start), self.config.train.freeze
+        whole = dict(self.start)
+        below = self.config.train.freeze
         for name, part in self.trained.items():
             if name == ADAPTERS:
                 full = jax.tree.map(
@@ -209,7 +210,8 @@ def batch_of(kind: str, *, rows: int, length: int, vocab: int, seed: int):
     """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, length + 1)).astype(np.int32)
-    segments, mask = np.ones_like(tokens), np.ones_like(tokens)
+    segments = np.ones_like(tokens)
+    mask = np.ones_like(tokens)
     if kind == "plain":
         return tokens, segments, mask
     for row in segments:

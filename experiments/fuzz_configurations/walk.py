@@ -53,7 +53,8 @@ def answers(seed: int, indices: tuple[int, ...]) -> Iterator[Outcome]:
         )
         try:
             for _ in indices:
-                began, stuck = time.monotonic(), threading.Timer(STUCK, process.kill)
+                began = time.monotonic()
+                stuck = threading.Timer(STUCK, process.kill)
                 stuck.start()
                 answer = process.stdout.readline()
                 stuck.cancel()

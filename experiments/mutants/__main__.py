@@ -69,7 +69,8 @@ def choose(*, count: int, seed: int) -> list[Mutant]:
     """As many of each package, at random; the first ones of a larger `count` are those of a smaller
     one.
     """
-    order, each = random.Random(seed), []
+    order = random.Random(seed)
+    each = []
     for package in PACKAGES:
         paths = sorted((ROOT / "ladder_jax" / package).rglob("*.py"))
         found = [
@@ -173,17 +174,16 @@ def run(
     One that is in the file is not run again, but for a survivor whose tests, or the package, have
     changed.
     """
-    done, results = kept(file), {}
+    done = kept(file)
+    results = {}
     lines = {test: set(noted["lines"]) for test, noted in executed.items()}
     for mutant in track(chosen, "mutants"):
         places = {f"{mutant.file}:{line}" for line in mutant.lines}
         tests = [test for test in executed if places & lines[test]]
         tests.sort(key=lambda test: executed[test]["seconds"])
         changed = mutant.of((ROOT / mutant.file).read_text())
-        name, given = (
-            key(changed, mutant.file),
-            key(*sorted(executed[test]["key"] for test in tests)),
-        )
+        name = key(changed, mutant.file)
+        given = key(*sorted(executed[test]["key"] for test in tests))
         before = done.get(name, {"survived": True})
         if before["survived"] and before.get("given") != given:
             limit = 60 + 3 * sum(executed[test]["seconds"] for test in tests)
@@ -217,7 +217,8 @@ def killer(
 
 def difference(mutant: Mutant) -> str:
     source = (ROOT / mutant.file).read_text()
-    before, after = source.splitlines(), mutant.of(source).splitlines()
+    before = source.splitlines()
+    after = mutant.of(source).splitlines()
     return "\n".join(
         difflib.unified_diff(before, after, mutant.file, mutant.file, n=1, lineterm="")
     )

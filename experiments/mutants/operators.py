@@ -59,10 +59,8 @@ def mutants(file: str, source: str) -> list[Mutant]:
             continue
         for node in below(ast.Module(function.body, [])):
             for old, text in changes(node):
-                start, stop = (
-                    starts[old.lineno - 1] + old.col_offset,
-                    starts[old.end_lineno - 1] + old.end_col_offset,
-                )
+                start = starts[old.lineno - 1] + old.col_offset
+                stop = starts[old.end_lineno - 1] + old.end_col_offset
                 found.add(
                     Mutant(file, start, stop, text, tuple(range(node.lineno, node.end_lineno + 1)))
                 )

@@ -62,9 +62,11 @@ def main() -> int:
     )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     args = parser.parse_args()
-    results, failed = study.load(args.out) if args.out.exists() else {}, []
+    results = study.load(args.out) if args.out.exists() else {}
+    failed = []
     for part in args.parts:
-        words, flags = PARTS[part].format(**SMALL if args.small else LARGE), FLAGS.get(part, "")
+        words = PARTS[part].format(**SMALL if args.small else LARGE)
+        flags = FLAGS.get(part, "")
         told = f"{flags and f'XLA_FLAGS={flags} '}python -m {words}"
         if results.get(part, {}).get("command") == told:  # of other settings is another result
             print(f"{part}: stands in {args.out}", file=sys.stderr)

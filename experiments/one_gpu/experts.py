@@ -45,7 +45,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
-    found, wrong, settings = [], [], dict(share=args.share, repeats=args.repeats)
+    found = []
+    wrong = []
+    settings = dict(share=args.share, repeats=args.repeats)
     for tokens, product, form in itertools.product(args.tokens.split(","), PRODUCTS, FORMS):
         case = dict(tokens=int(tokens), product=product, form=form)
         try:
@@ -67,14 +69,18 @@ def main() -> int:
 
 def measured(model: str, *, share: int, tokens: int, form: str, product: str, repeats: int) -> dict:
     """The median seconds of one form of a product, its FLOPs, and its relative error."""
-    settings, rng = config.preset(model), np.random.default_rng(0)
+    settings = config.preset(model)
+    rng = np.random.default_rng(0)
     moe, held = settings.moe, -(-settings.moe.experts // share)
-    inner, outer, rows = settings.d_model, 2 * moe.expert_width, tokens * moe.top_k
+    inner = settings.d_model
+    outer = 2 * moe.expert_width
+    rows = tokens * moe.top_k
     sizes = np.bincount(rng.integers(0, held * share, rows), minlength=held)[:held].astype(np.int32)
     sizes[0] = max(sizes[0], 1)
     if form == "batched":
         each = -(-int(sizes.sum()) // held)
-        sizes, rows = np.full(held, each, np.int32), held * each
+        sizes = np.full(held, each, np.int32)
+        rows = held * each
     of = {"eri": (rows, inner), "ero": (rows, outer), "eio": (held, inner, outer)}
     inputs, _ = PRODUCTS[product].split("->")
     arrays = [
@@ -140,7 +146,8 @@ def _on_device(
 def _exact(product: str, left: jax.Array, right: jax.Array, *, sizes: np.ndarray) -> np.ndarray:
     """The rows of all groups, or each group's matrix, in float64."""
     left, right = (np.asarray(a, np.float64) for a in (left, right))
-    spec, parts = PRODUCTS[product].replace("e", ""), []
+    spec = PRODUCTS[product].replace("e", "")
+    parts = []
     for group, (size, stop) in enumerate(zip(sizes, np.cumsum(sizes))):
         of_group = [a[group] if a.ndim == 3 else a[stop - size : stop] for a in (left, right)]
         parts.append(np.einsum(spec, *of_group, optimize=True))

@@ -28,7 +28,9 @@ from ladder_jax.data.packing import Batch
 from ladder_jax.decode import weights
 from tests import one_step
 
-ROWS, LENGTH, NEW = 2, 129, 6
+ROWS = 2
+LENGTH = 129
+NEW = 6
 WIDE = dict(d_model=512, num_heads=8, num_kv_heads=2, head_dim=64, num_layers=3, residual="ladder")
 MODELS = {
     "dense": config.preset("tiny", d_ff=1024, **WIDE),
@@ -131,7 +133,8 @@ def decoded(definition, params, tokens, place, quantize=Quantize.NONE):
     at = functools.partial(jax.device_put, device=definition.layout.sharding("B"))
     prefill = decode.prefill(definition, capacity=LENGTH, quantize=quantize)
     found, caches = prefill(prepared, place(tokens[:, :start]), at(np.full(ROWS, start, np.int32)))
-    step, every = one_step.decode(definition, quantize=quantize), [found]
+    step = one_step.decode(definition, quantize=quantize)
+    every = [found]
     for position in range(start, LENGTH):
         found, caches = step(
             prepared, caches, at(tokens[:, position]), at(np.full(ROWS, position, np.int32))

@@ -40,10 +40,13 @@ def candidate(row: dict) -> Candidate:
 
 
 def tables(rows: list[dict]) -> dict[str, str]:
-    dense, experts, halves = [], [], []
+    dense = []
+    experts = []
+    halves = []
     for row in rows:
         one = candidate(row)
-        found, size = memory.estimate(one, request=requested(row)), row["bytes_per_device"]
+        found = memory.estimate(one, request=requested(row))
+        size = row["bytes_per_device"]
         sizes = [gib(size), gib(found.device), f"{found.device / size - 1:+.0%}"]
         if "experts" in row:
             experts.append(

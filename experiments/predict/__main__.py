@@ -125,7 +125,8 @@ def times(one: dict) -> list[object]:
 
 def summaries(results: dict) -> str:
     """Of constants fitted to all figures, and to all but the figure or its whole row."""
-    found, measured = {"fitted to all": results["published_summary"]}, published.tables()
+    found = {"fitted to all": results["published_summary"]}
+    measured = published.tables()
     names = [field.name for field in dataclasses.fields(Setting)]
     for kind, rows in results["fit"]["left_out"].items():
         predicted = {

@@ -82,7 +82,8 @@ def runs(
             raise unknown("topology of the study", residual, TOPOLOGIES)
     recipe = str(HERE / "study.yaml")
     train = config.load(recipe, overrides=overrides).train
-    every, found = train.evaluate_every or train.steps, []
+    every = train.evaluate_every or train.steps
+    found = []
     for seed, residual in itertools.product(range(seeds), TOPOLOGIES):
         if residual in ("standard", *topologies):
             # As many steps as fit into the predicted time of Standard's, up to the next
@@ -204,14 +205,16 @@ def less_standard(results: dict, residual: str, *, at: float) -> list[float]:
     Runs of a seed have the same batches, and the same initial values where their parameters are the
     same.
     """
-    standard, own = of(results, "standard"), of(results, residual)
+    standard = of(results, "standard")
+    own = of(results, residual)
     last = {seed: loss_at(run, results["of_standard"]) for seed, run in standard.items()}
     return [loss_at(run, at) - last[seed] for seed, run in own.items() if seed in last]
 
 
 def tables(results: dict) -> dict[str, str]:
     """The README's, in Markdown."""
-    end, rows = results["of_standard"], []
+    end = results["of_standard"]
+    rows = []
 
     def cells(residual: str, step: float) -> list[str]:
         losses = [loss_at(run, step) for run in of(results, residual).values()]

@@ -214,8 +214,10 @@ def kinds(rows: list[dict]) -> str:
         name = title(row)
         if name not in losses or not USUAL.items() <= row.items():
             continue
-        before, after = losses[name], row["losses"][DOMAINS[0]]
-        cost, left = before - losses["original"], after - losses["original"]
+        before = losses[name]
+        after = row["losses"][DOMAINS[0]]
+        cost = before - losses["original"]
+        left = after - losses["original"]
         lines.append(
             [
                 name,
@@ -237,9 +239,11 @@ def domains(rows: list[dict]) -> str:
     for row in rows:
         if row["scored"] != list(DOMAINS):
             continue
-        way, text = row["way"], f"{row.get('tokens', 0):,} tokens of {row.get('text')}"
+        way = row["way"]
+        text = f"{row.get('tokens', 0):,} tokens of {row.get('text')}"
         if way == "plain":
-            way, text = "" if row["layers"] == "0" else "plain", ""
+            way = "" if row["layers"] == "0" else "plain"
+            text = ""
         lines.append([title(row), way, text, *(f"{value:.3f}" for value in row["losses"].values())])
     return study.table(" | ".join(["converted", "fitted", "calibrated on", *DOMAINS]), lines)
 

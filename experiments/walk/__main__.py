@@ -57,7 +57,9 @@ def main() -> None:
 
 def walk(name: str, *, folder: pathlib.Path) -> dict[str, list[str]]:
     """By path below ladder_jax the functions, in the order of their first calls."""
-    text, run, result = folder / "text.txt", folder / "run", folder / "result.json"
+    text = folder / "text.txt"
+    run = folder / "run"
+    result = folder / "result.json"
     text.write_text(TEXT, encoding="utf-8")
     training = [
         "train",
@@ -93,7 +95,8 @@ def finish(module: str, *words: str) -> None:
 # The process that runs a command, and notes which functions it calls.
 
 TRACED = "--traced"
-TOOL, EVENT = sys.monitoring.PROFILER_ID, sys.monitoring.events.PY_START
+TOOL = sys.monitoring.PROFILER_ID
+EVENT = sys.monitoring.events.PY_START
 
 
 class Walk:

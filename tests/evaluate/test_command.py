@@ -96,7 +96,8 @@ def test_generation(evaluate, files, tmp_path):
 
 
 def test_a_killed_evaluation_goes_on(run, evaluate, tmp_path, mistake):
-    text, out = tmp_path / "long.txt", tmp_path / "out.jsonl"
+    text = tmp_path / "long.txt"
+    out = tmp_path / "out.jsonl"
     text.write_text(TEXT * 12, encoding="utf-8")
     ask = f"--text {text} --stride 4 --tensor 1".split()
     more = ["--batch-tokens", "64", "--out", str(out)]

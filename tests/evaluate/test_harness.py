@@ -152,7 +152,8 @@ def independent(ours, exact):
 
 
 def check_perplexity(ours, lm, harness, *, close):
-    found, theirs = evaluate.text_perplexity(ours, TEXTS), harness(lm, "rolling")[0]
+    found = evaluate.text_perplexity(ours, TEXTS)
+    theirs = harness(lm, "rolling")[0]
     for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
         # an error of the loss times 30 nats or more a word
         loose = 100 * close if name == "word_perplexity" else close
@@ -160,7 +161,8 @@ def check_perplexity(ours, lm, harness, *, close):
 
 
 def check_choices(ours, lm, harness, folder, *, shots, close):
-    out, questions = folder / "out.jsonl", evaluate.read_choices(asked(folder, "choices"))
+    out = folder / "out.jsonl"
+    questions = evaluate.read_choices(asked(folder, "choices"))
     found = evaluate.multiple_choice(
         ours, questions, shots=shots, shots_from=questions, file=str(out)
     )
@@ -180,7 +182,8 @@ def check_choices(ours, lm, harness, folder, *, shots, close):
 
 
 def check_answers(ours, lm, harness, folder, *, shots):
-    out, questions = folder / "texts.jsonl", evaluate.read_questions(asked(folder, "questions"))
+    out = folder / "texts.jsonl"
+    questions = evaluate.read_questions(asked(folder, "questions"))
     how = dict(max_new_tokens=12, shots=shots, shots_from=questions, file=str(out))
     found = evaluate.generation(ours, questions, **how)
     theirs, samples = harness(lm, "questions", shots=shots)

@@ -12,7 +12,8 @@ def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
         {"index": index, "answer": "é" * 20, "score": index, "request": rows[index]}
         for index in range(4)
     ]
-    out, answered = tmp_path / "out.jsonl", []
+    out = tmp_path / "out.jsonl"
+    answered = []
 
     def work(left):
         for row in left:

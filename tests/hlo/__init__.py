@@ -8,7 +8,11 @@ import pathlib
 from ladder_jax.schedule import hlo
 
 FOLDER = pathlib.Path(__file__).parent
-T, D, F, RANKS, SUBLAYERS = 512, 2048, 16384, 8, 6
+T = 512
+D = 2048
+F = 16384
+RANKS = 8
+SUBLAYERS = 6
 SUBLAYER = 2 * 2 * T * D * F / RANKS  # FLOPs: two matmuls, 2 a multiply-add
 # Ladders
 UNROLLED = ["h100-unrolled", "h100-halves", "tpu7x-unrolled", "v5p-unrolled", "v5e-unrolled"]

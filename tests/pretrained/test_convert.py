@@ -145,7 +145,8 @@ def test_what_is_there_stays(small, tmp_path, mistake):
 
 
 def test_a_disk_that_refuses(small, tmp_path, monkeypatch):
-    real, count = arrays._part_of, 0
+    real = arrays._part_of
+    count = 0
     out = tmp_path / "out"
 
     def full(*about):

@@ -21,7 +21,8 @@ def in_and_out(folder, name, out):
     """What a model's folder gives: logits, as they are recorded, our Source, and the plain model
     that is written of it.
     """
-    live, source = record.logits(folder), pretrained.open(folder)
+    live = record.logits(folder)
+    source = pretrained.open(folder)
     assert cases.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
     pretrained.write_huggingface(source, out)
     model = record.opened(out)
@@ -71,14 +72,16 @@ def test_prefill_decode_and_left_padding(exported):
     assert cases.error(ours[:, 2::3], recorded()[name]) <= BOUND
     assert cases.error(run(model, tokens).logits, ours) <= BOUND
 
-    step, seen = run(model, tokens[:, :9]), []
+    step = run(model, tokens[:, :9])
+    seen = []
     for at in range(9, tokens.shape[1]):
         seen.append(step.logits[:, -1])
         step = run(model, tokens[:, at : at + 1], past_key_values=step.past_key_values)
     assert cases.error(torch.stack(seen, 1), ours[:, 8:-1]) <= BOUND
 
     # Two rows of different lengths: the second ends where the first does, and begins with padding.
-    long, short = tokens[0], tokens[1, :15]
+    long = tokens[0]
+    short = tokens[1, :15]
     batch = np.stack([long, np.concatenate([np.zeros(9), short])])
     mask = np.ones((2, 24))
     mask[1, :9] = 0
@@ -131,7 +134,8 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     import transformers
 
     halved = dict(vocab_size=320, values=ml_dtypes.bfloat16)
-    made, out = ladders.make(tmp_path / "made", "ladder", **halved), tmp_path / "out"
+    made = ladders.make(tmp_path / "made", "ladder", **halved)
+    out = tmp_path / "out"
     read = transformers.AutoModelForCausalLM.from_pretrained
     tokenizer = tokenizers.byte_level()
     made = dataclasses.replace(made, files={"tokenizer.json": tokenizer.to_str().encode()})

@@ -130,7 +130,8 @@ def test_a_dtype_is_of_parameters_and_compute(name, dtype, files, tmp_path):
 
 def test_other_commands_read_the_shape_alone(files, tmp_path, capsys, mistake):
     """Of models without weights, and of a file of one with them: two layers each."""
-    shape, mine = tmp_path / "shape", tmp_path / "mine.yaml"
+    shape = tmp_path / "shape"
+    mine = tmp_path / "mine.yaml"
     shape.mkdir()
     (shape / "config.json").write_text(json.dumps(models.config("qwen2", vocab_size=100)))
     mine.write_text("model: {num_layers: 2, vocab_size: 300}\n")
@@ -149,14 +150,16 @@ def test_other_commands_read_the_shape_alone(files, tmp_path, capsys, mistake):
 
 def test_training_starts_from_any_model(files, tmp_path):
     """With its shape, weights and tokenizer. (Others in their place: in test_retrain.py.)"""
-    folder, text = files / "llama-2", tmp_path / "text.txt"
+    folder = files / "llama-2"
+    text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat " * 200)
     (tmp_path / "recipe.yaml").write_text("train: {steps: 1, evaluation_batches: 1}\n")
     words = [f"train.start={folder}", "model.residual=ladder", f"data.path={text}", "lora.rank=2"]
     words += [f"run.dir={tmp_path / 'run'}", "run.tensorboard=false"]
     words += ["train.batch=2", "train.sequence=16", "train.warmup_steps=0"]
     assert main(["train", str(tmp_path / "recipe.yaml"), *words]) == 0
-    saved, source = checkpoint.open_checkpoint(tmp_path / "run"), pretrained.open(folder)
+    saved = checkpoint.open_checkpoint(tmp_path / "run")
+    source = pretrained.open(folder)
     assert (saved.config.model.residual, saved.config.model.d_model) == ("ladder", 32)
     assert saved.tokenizer().name == source.tokenizer.name
     start = sources.of_run(saved.config, recorded=saved.data["sources"]).start

@@ -102,7 +102,8 @@ def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys):
     out = tmp_path / "out"
     words = ["--ladder-layers", "auto:2", "--calibration-tokens", "64", "--refit", "none"]
     assert main(["convert", str(small), str(out), "--calibration", str(text), *words]) == 0
-    printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
+    printed = capsys.readouterr()
+    stored = json.loads((out / "sensitivity.json").read_text())
     assert (stored["tokens"], stored["sequence"]) == (64, 64)
     assert f"{stored['chosen']!r} costs least: " in printed.out
     assert f"over the standard model's {stored['loss']:.4f}" in printed.out

@@ -76,7 +76,8 @@ class Refused:
 @contextlib.contextmanager
 def full(*, of, saves):
     """The disk of process `of`, in the first so many saves."""
-    whole, seen = writing.begin, []
+    whole = writing.begin
+    seen = []
 
     def begin(folder, tree):
         writes = whole(folder, tree)
@@ -93,7 +94,8 @@ def full(*, of, saves):
 @contextlib.contextmanager
 def bad(*, step, path, of):
     """The batch of `step`, once, in all processes; `path` is then late in process `of`."""
-    whole, calls = session.BadStepPolicy.good, []
+    whole = session.BadStepPolicy.good
+    calls = []
     with contextlib.ExitStack() as stack:
 
         def good(self):

@@ -17,7 +17,8 @@ from tests import cases, runs
 from tests.processes.conftest import free_port, spawning
 
 ROOT = pathlib.Path(__file__).parents[2]
-STEPS, EVERY = 6, 2
+STEPS = 6
+EVERY = 2
 SETTINGS = f"""
     train.steps={STEPS} train.checkpoint_every={EVERY} train.keep_checkpoints=9 train.evaluation_batches=1
     run.tensorboard=false train.on_bad_step=rollback train.rollback_batches=1
@@ -110,7 +111,8 @@ def test_two_processes_resume_alike(told, stood, whole):
 
     With run.on_damaged=previous the damaged checkpoint no longer counts, and is made again.
     """
-    flipped, late = stood("flipped"), stood("late")
+    flipped = stood("flipped")
+    late = stood("late")
     cases.flip(flipped / "checkpoints" / "4")
     newest = str(late / "checkpoints" / "4")
     one, two = told(
@@ -162,7 +164,8 @@ def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
 
     After a return to the last checkpoint, which process 1 sees late, both go on from that one.
     """
-    once, always = tmp_path / "once", tmp_path / "always"
+    once = tmp_path / "once"
+    always = tmp_path / "always"
     newest = str(once / "checkpoints" / "4")
     one, two = told(
         (once, {"full": {"of": 1, "saves": 1}, "bad": {"step": 5, "path": newest, "of": 1}}, []),

@@ -22,7 +22,8 @@ def test_another_never_comes(started, port, came):
     waited = f"process {came} of 2 (host {HOST}) has waited at localhost:{port} for 2 s"
     line = f"ladder-jax: {waited}, and not all processes have joined"
     assert said.startswith(f"{line}: start all with the same --coordinator")
-    assert said.count("\n") == 1 and "--start-timeout" in said
+    assert said.count("\n") == 1
+    assert "--start-timeout" in said
 
 
 def test_ctrl_c_while_waiting(started, port):

@@ -101,7 +101,8 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def script(*words, check=True, cwd=None, **variables):
-    environment, pipes = {**os.environ, **variables}, dict(capture_output=True, text=True)
+    environment = {**os.environ, **variables}
+    pipes = dict(capture_output=True, text=True)
     done = subprocess.run(words, **pipes, cwd=cwd, env=environment, timeout=60)
     assert not check or done.returncode == 0, (done.stdout, done.stderr)
     return done

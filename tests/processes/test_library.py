@@ -43,7 +43,8 @@ def test_ctrl_c_in_one_process_makes_both_save(book, tmp_path, port, spawn):
     said = test_training.ended(both)
     assert [first.returncode, second.returncode] == [143, 130], said
     stopped = metrics.read(run)[-1]["step"]
-    assert 3 <= stopped < test_training.STEPS and steps(run / "checkpoints")[-1] == stopped
+    assert 3 <= stopped < test_training.STEPS
+    assert steps(run / "checkpoints")[-1] == stopped
     assert verify(run / "checkpoints" / str(stopped)) == []
     for name, (out, _) in zip(("SIGTERM", "SIGINT"), said):
         assert f"{name}: step {stopped} is saved" in out

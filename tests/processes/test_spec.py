@@ -113,9 +113,12 @@ def test_jax_fills_in_and_has_the_longer_time_outs(monkeypatch):
     for given in (ProcessSpec("login:1", None, None, "SLURM"), ProcessSpec("gpu-0:8476", 4, 2)):
         join.connect(given, timeouts=Timeouts(start=60, lost=30), say=print)
     (found, detected), (said, fixed) = initialize.call_args_list
-    assert found == ("login:1", None, None) and detected["cluster_detection_method"] is None
-    assert said == ("gpu-0:8476", 4, 2) and fixed["cluster_detection_method"] == "deactivate"
-    assert fixed["initialization_timeout"] == 120 and fixed["heartbeat_timeout_seconds"] == 120
+    assert found == ("login:1", None, None)
+    assert detected["cluster_detection_method"] is None
+    assert said == ("gpu-0:8476", 4, 2)
+    assert fixed["cluster_detection_method"] == "deactivate"
+    assert fixed["initialization_timeout"] == 120
+    assert fixed["heartbeat_timeout_seconds"] == 120
 
 
 def test_a_coordinator_on_this_machine_listens_to_it_alone(port):

@@ -88,7 +88,8 @@ def start(book, tmp_path, spawn):
     """Starts the processes of a run in `tmp_path`/run."""
 
     def start(*more, cluster, processes=2, lost=60):
-        port, mesh = high_port(), f"mesh.data={processes}"
+        port = high_port()
+        mesh = f"mesh.data={processes}"
         words = runs.words(book, tmp_path / "run", *SETTINGS, mesh, *more)
         options = ["--cpu-devices", "1", "--lost-timeout", str(lost)]
         command = [sys.executable, "-m", "ladder_jax", "train", "tiny", *words, *options]
@@ -148,7 +149,8 @@ def test_two_are_killed_and_resumed(start, alone, tmp_path, cluster):
     assert said[0][1].splitlines()[-1].startswith(line)
     assert "Traceback" not in said[0][1]
 
-    saved, before = steps(run / "checkpoints")[-1], metrics.read(run)
+    saved = steps(run / "checkpoints")[-1]
+    before = metrics.read(run)
     resumed = start(cluster=jobset)
     said = ended(resumed)
     assert [process.returncode for process in resumed] == [0, 0], said

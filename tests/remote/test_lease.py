@@ -33,7 +33,8 @@ def test_a_lock_that_nobody_renews_is_taken_over(away, replace):
     replace(RENEWED=0.1, GIVES_UP=2.0, EXPIRES=3.0)
     name, bucket, said, lost = away.url("leases/two"), away.bucket, [], []
     bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}')
-    began, asked = time.monotonic(), len(bucket.requests)
+    began = time.monotonic()
+    asked = len(bucket.requests)
     with folder.locked(absolute(name), say=said.append, lost=lost.append):
         assert time.monotonic() - began > folder.EXPIRES
         assert "waiting 3 s, in case its owner has been killed" in said[0]
@@ -137,7 +138,9 @@ def test_of_several_that_take_over_one_does(away, replace):
     # on a busy machine four threads do not renew within two seconds
     replace(RENEWED=0.5, GIVES_UP=7.0, EXPIRES=8.0)
     bucket, where = away.bucket, away.url("leases/three")
-    winners, refused, done = [], [], threading.Event()
+    winners = []
+    refused = []
+    done = threading.Event()
     bucket.put("leases/three/.lock", b"something else")
 
     def start():

@@ -92,7 +92,8 @@ def test_a_killed_run_is_resumed_and_the_same(away, run, local):
     }  # fmt: skip
     assert sum(name.startswith("tensorboard/") for name in objects) == 1
     assert not any(name.startswith("checkpoints/8/") for name in objects)
-    ours, theirs = open_checkpoint(local), open_checkpoint(run)
+    ours = open_checkpoint(local)
+    theirs = open_checkpoint(run)
     assert theirs.config.model == ours.config.model
     assert theirs.data["fingerprint"] == ours.data["fingerprint"]
 
@@ -109,7 +110,8 @@ def same_pieces(here, there):
 
 def interrupt(away, monkeypatch, function):
     """At the first call of that function the store is away for a second and a half."""
-    whole, calls = pkgutil.resolve_name(function), []
+    whole = pkgutil.resolve_name(function)
+    calls = []
 
     def call(*arguments, **named):
         if not calls:
@@ -144,7 +146,8 @@ def test_a_store_that_is_away_while_a_run_is_resumed(away, run, local, monkeypat
 @IN_S3
 def test_what_reads_a_run_reads_it_there(run, local, capsys):
     same_pieces(local, run)
-    opened, known = open_model(run), open_model(local)
+    opened = open_model(run)
+    known = open_model(local)
     assert opened.config.model == known.config.model
     assert opened.tokenizer() == known.tokenizer()
     assert lj.load(run).config == lj.load(local).config
@@ -277,7 +280,8 @@ def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatc
     """Training goes on, to the same end. After the last step the run says that it is not saved, and
     goes on later.
     """
-    saves, where = session.Session._save, "gs://bucket/runs/away"
+    saves = session.Session._save
+    where = "gs://bucket/runs/away"
     monkeypatch.setattr(remote, "RETRIED", 0.0)
 
     def save(self, step):
@@ -310,7 +314,8 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
         bucket.put(f"stores/book/{file.name}", file.read_bytes())
     copied = lambda: [file.name for file in tmp_path.glob("cache/stores/*/*.tokens")]
     where = "gs://bucket/stores/book"
-    store, here = Store(where), Store(tmp_path / "store")
+    store = Store(where)
+    here = Store(tmp_path / "store")
     assert store.manifest == here.manifest == made
     assert (store.starts == here.starts).all()
     assert copied() == []

@@ -58,7 +58,8 @@ def make_engine(folder):
 @pytest.fixture(scope="module")
 def alone(make_engine):
     """A request's result where nothing else runs, on one device."""
-    engine, known = make_engine(slots=1), {}
+    engine = make_engine(slots=1)
+    known = {}
 
     def result(prompt, **settings):
         prompt = prompt if isinstance(prompt, list) else list(prompt.encode())

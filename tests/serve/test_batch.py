@@ -24,7 +24,8 @@ def request(custom_id, url, **body):
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": MODEL, **body}}
 
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 LINES = [
     request("one", COMPLETIONS, prompt="the cat", max_tokens=9, temperature=0),
     request("é", COMPLETIONS, prompt=["a", "b"], n=2, max_tokens=5, seed=7, echo=True),
@@ -134,7 +135,8 @@ def test_mistakes(tmp_path, line, message):
 def test_the_command(folder, tmp_path, monkeypatch, capsys):
     """It knows the format by the first line."""
     monkeypatch.setattr(Checkpoint, "tokenizer", lambda self: Templated())
-    file, out = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
+    file = write(tmp_path / "in.jsonl", LINES)
+    out = tmp_path / "out.jsonl"
     command = ["generate", str(folder), "--prompts", file, "--out", str(out), "--tensor", "1"]
     assert cli.main([*command, "--temperature", "1"]) == 2
     assert (
@@ -154,7 +156,8 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
     another question.
     """
     lines = [request("chat", CHAT, messages=[{"role": "user", "content": "hello"}])]
-    file, day = write(tmp_path / "in.jsonl", lines), datetime.timedelta(days=1)
+    file = write(tmp_path / "in.jsonl", lines)
+    day = datetime.timedelta(days=1)
 
     def job(name):
         about = READ | dict(tokenizer=tokenizers.load(tmp_path / name), vocab_size=301)

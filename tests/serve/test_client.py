@@ -217,7 +217,8 @@ def test_many_at_once(running, client, alone):
     """None is lost, none is wrong; of those who leave after the first part the others notice
     nothing.
     """
-    asked, leave = list(random_requests(30)), range(1, 30, 4)
+    asked = list(random_requests(30))
+    leave = range(1, 30, 4)
 
     def streamed(index):
         prompt, new, drawn = asked[index]

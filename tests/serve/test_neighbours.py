@@ -113,7 +113,8 @@ def test_pages_from_elsewhere(templated):
         ("/metrics", None),
     ):
         status, _, answer = ask(templated.url, path, body, headers={"Host": "evil.example"})
-        assert status == 421 and answer["error"]["message"] == (
+        assert status == 421
+        assert answer["error"]["message"] == (
             "Host 'evil.example' is none of this server's names (allowed: 127.0.0.1, [::1], localhost, or an --api-key)"
         )
         assert ask(templated.url, path, body, headers={"Origin": "http://evil.example"})[0] == 403
