@@ -122,8 +122,7 @@ def norm(x):
 
 def rotate(x):
     """Rotary positions of x [B, T, N, H]."""
-    length = x.shape[1]
-    half = x.shape[-1] // 2
+    length, half = x.shape[1], x.shape[-1] // 2
     frequencies = 10_000.0 ** (-jnp.arange(half) / half)
     angles = jnp.arange(length)[:, None] * frequencies[None, :]
     cos, sin = (turn(angles)[None, :, None, :].astype(x.dtype) for turn in (jnp.cos, jnp.sin))
@@ -136,10 +135,8 @@ def sublayers(layer: dict):
 
     Neither has a psum: the topology says when an output is reduced, and what computes meanwhile.
     """
-    query_key_value = whole(layer["query_key_value"], axis=0)
-    out = whole(layer["out"], axis=2)
-    gate_up = whole(layer["gate_up"], axis=0)
-    down = whole(layer["down"], axis=1)
+    query_key_value, out = whole(layer["query_key_value"], axis=0), whole(layer["out"], axis=2)
+    gate_up, down = whole(layer["gate_up"], axis=0), whole(layer["down"], axis=1)
 
     def attention(x):
         projections = jnp.einsum("btd,dcnh->cbtnh", norm(x), query_key_value)
@@ -203,9 +200,7 @@ def train(
 ):
     """(params, the losses), from random windows of `text`, an array of bytes."""
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps))
-    params = initial(config, mesh)
-    rng = np.random.default_rng(0)
-    losses = []
+    params, rng, losses = initial(config, mesh), np.random.default_rng(0), []
     state = optimizer.init(params)
     step = train_step(config, mesh, optimizer)
     for number in range(steps):
