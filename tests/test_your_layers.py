@@ -160,12 +160,18 @@ class Weights(NamedTuple):
     other: Any = 0
 
 
-@pytest.mark.parametrize("loop, ladder_layers", [("scan", None), ("scan", "2"), ("unrolled", None)])
-@pytest.mark.parametrize("form", [Weights, lambda *stacks: stacks])
+@pytest.mark.parametrize(
+    "form, loop, ladder_layers",
+    [
+        (Weights, "scan", None),
+        (Weights, "scan", "2"),
+        (Weights, "unrolled", None),
+        (lambda *stacks: stacks, "scan", None),  # unrolled, it is of each layer's own
+        (lambda *stacks: stacks, "scan", "2"),
+    ],
+)
 def test_run_over_a_tuple_of_stacks(form, loop, ladder_layers):
     """Which is no layer's own, whatever its length, and where a layer stands alone."""
-    if loop == "unrolled" and form is not Weights:
-        pytest.skip("there a plain tuple is of each layer's own")
     topology = residual.topology("ladder", num_layers=3, ladder_layers=ladder_layers)
     run = functools.partial(residual.run, topology, axes=(), loop=loop)
     of_each = lambda layer: pair(jnp.stack(layer[:2]))
