@@ -17,10 +17,10 @@ from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.cli import chat
 from ladder_jax.cli.chat import Conversation
 from ladder_jax.decode import Engine, Finish
-from ladder_jax.errors import UserError
 from ladder_jax.nn import define
 from ladder_jax.parallel import make_mesh
 from tests import runs, tokenizers
+from tests.refusals import refused
 
 SETTINGS = "model.vocab_size=301 train.steps=2 train.sequence=16 train.warmup_steps=1".split()
 
@@ -81,7 +81,7 @@ def test_a_history_that_outgrows_its_context(engine, run):
         len(conversation.messages) // 2
     )
     before = conversation.messages
-    with pytest.raises(UserError, match="makes a prompt of .* does not fit into --context 64"):
+    with refused("makes a prompt of .* does not fit into --context 64"):
         conversation.ask("the rat " * 60)
     assert conversation.messages == before
 
@@ -118,7 +118,7 @@ def test_one_answer_to_standard_input(run, given, capsys):
 )
 def test_standard_input_that_is_no_message(given, content, message):
     given(content)
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         chat.piped()
 
 

@@ -38,10 +38,10 @@ from ladder_jax.checkpoint import (
 from ladder_jax.checkpoint.arrays import named
 from ladder_jax.checkpoint.saved import check_shapes
 from ladder_jax.config import RunConfig, TrainConfig
-from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
 from ladder_jax.train.step import optimizer_to_dict
 from tests import cases, compilations
+from tests.refusals import refused
 
 
 def rewrite_meta(folder, *, without=None, **changes):
@@ -111,7 +111,7 @@ def test_a_function_of_four_ranks_stays_one(tmp_path):
     definition, params = save(tmp_path / "c", "ladder-fresh", data=2, tensor=4, num_layers=2)
     checkpoint = open_checkpoint(tmp_path / "c")
     assert checkpoint.config.model.ranks == 4
-    with pytest.raises(UserError, match="function of model.ranks=4 ranks; mesh.tensor=8"):
+    with refused("function of model.ranks=4 ranks; mesh.tensor=8"):
         nn.define(checkpoint.config.model, mesh=make_mesh(tensor=8))
     emulated = nn.define(checkpoint.config.model, mesh=make_mesh())
     a = nn.compiled_logits(definition)(cases.place(params, definition), cases.tokens())
@@ -180,7 +180,7 @@ def test_what_is_not_a_whole_checkpoint_is_refused(saved, tmp_path, damage, mess
     copy = tmp_path / "checkpoints"
     shutil.copytree(saved[0], copy)
     damage(copy)
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         open_checkpoint(copy).params(cases.define("ladder"))
 
 
@@ -195,15 +195,13 @@ def test_what_is_not_a_whole_checkpoint_is_refused(saved, tmp_path, damage, mess
 def test_a_tokenizer_that_cannot_be_had(tmp_path, vocab_size, data, message):
     config = RunConfig(model=cases.model(vocab_size=vocab_size))
     save_small(tmp_path, config, data=data)
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         open_checkpoint(tmp_path).tokenizer()
 
 
 def test_another_shape_is_refused(saved):
     definition = cases.define("ladder", d_ff=64)
-    with pytest.raises(
-        UserError, match=r"does not fit its configuration: layers/mlp/down is \(4, 48, 32\)"
-    ):
+    with refused(r"does not fit its configuration: layers/mlp/down is \(4, 48, 32\)"):
         open_checkpoint(saved[0]).params(definition)
 
 
@@ -220,7 +218,7 @@ def test_only_padding_may_differ(name, shape, padded):
     for axis in range(len(shape)):
         wanted = tuple(size + (at == axis) for at, size in enumerate(shape))
         said = re.escape(f"{name} is {shape}, not {wanted}")
-        refuses = pytest.raises(UserError, match=said)
+        refuses = refused(said)
         with contextlib.nullcontext() if axis == padded else refuses:
             check_shapes(tree(shape), tree(wanted), folder="run")
 
@@ -244,12 +242,12 @@ def test_a_folder_by_way_of_its_parent(tmp_path, monkeypatch):
 
 
 def test_paths_that_lead_nowhere(tmp_path):
-    with pytest.raises(UserError, match="there is no checkpoint"):
+    with refused("there is no checkpoint"):
         open_checkpoint(tmp_path / "nowhere")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="is a file"):
+    with refused("is a file"):
         open_checkpoint(tmp_path / "file")
-    with pytest.raises(UserError, match="holds no ladder_jax checkpoint"):
+    with refused("holds no ladder_jax checkpoint"):
         open_checkpoint(tmp_path)
 
 
@@ -405,7 +403,7 @@ def test_what_is_kept():
         ("best=x", "whole number"),
         ("best=" + "9" * 5000, "whole number"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             store.parse_keep(words)
 
 
@@ -433,7 +431,7 @@ def test_a_step_is_a_whole_number(copy):
     """As NumPy has it, too; a folder of another name would not count."""
     saving = opened(copy)
     for step in ("40", 40.0, -1, None):
-        with pytest.raises(UserError, match="step must be "):
+        with refused("step must be "):
             saving.save(step, **SMALL)
     saving.save(np.int64(40), **SMALL)
     saving.close()

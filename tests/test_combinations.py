@@ -8,8 +8,8 @@ import pytest
 from experiments import combinations, study
 from ladder_jax import config
 from ladder_jax.config import CollectiveMatmul, Dtype, Loop, Remat
-from ladder_jax.errors import UserError
 from tests import cases, covering, experts
+from tests.refusals import refused
 
 TOKENS = cases.tokens((4, 9))  # 8 positions, over 2 or 4 ranks
 
@@ -58,9 +58,7 @@ def test_a_hybrids_prefill_on_a_split_stream():
 def test_emulated_ranks_are_not_split_over_fsdp():
     """Decided from the configuration, before jax starts."""
     emulated = ["model.residual=ladder-fresh", "model.ranks=4", "mesh.fsdp=2"]
-    with pytest.raises(
-        UserError, match="emulated on one device, .* mesh.fsdp=2 .*allowed: mesh.tensor=4"
-    ):
+    with refused("emulated on one device, .* mesh.fsdp=2 .*allowed: mesh.tensor=4"):
         config.load("tiny", overrides=emulated)
     assert config.load("tiny", overrides=[*emulated, "mesh.tensor=4"]).mesh.fsdp == 2
 

@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax.config import DataConfig, TrainConfig
 from ladder_jax.data import dataset
-from ladder_jax.errors import UserError
+from tests.refusals import refused
 
 
 def test_the_standard_library_is_on_every_machine():
@@ -88,7 +88,7 @@ def test_held_out_text_is_the_end(load):
     "fraction, part", [(0.01, "held-out text has 1"), (0.99, "training text has 2")]
 )
 def test_a_part_that_is_too_short(fraction, part, load):
-    with pytest.raises(UserError, match=f"the {part} tokens, fewer than train.sequence"):
+    with refused(f"the {part} tokens, fewer than train.sequence"):
         load(fraction)
 
 

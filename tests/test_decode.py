@@ -13,8 +13,8 @@ import pytest
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Launch, Loop
 from ladder_jax.decode import steps, weights
-from ladder_jax.errors import UserError
 from tests import cases, communication, covering, one_step
+from tests.refusals import refused
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 NEW = 3
@@ -106,7 +106,7 @@ def test_greedy_generation_is_the_argmax_of_the_full_pass():
     ],
 )
 def test_impossible_prompts(prompts, message):
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         generator().tokens(prompts, config=DecodeConfig())
 
 
@@ -152,7 +152,7 @@ def test_chained_and_waiting_programs_and_sequence_parallelism_start_nothing(mon
         assert program.traits.launch is Launch.CHAINED
         assert not started
     said = "launch 'explicit' halves all-reduces, and sequence parallelism has none"
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         decode.prefill(cases.define("ladder", tensor=8), **split, launch=Launch.EXPLICIT)
 
 
@@ -162,7 +162,7 @@ def test_halves_where_they_are_not_supported(kind, monkeypatch):
     monkeypatch.setattr(type(jax.devices()[0]), "device_kind", kind)
     said = f"launch 'explicit' is for NVIDIA GPUs and for TPUs from v5p on, not for {kind}: use"
     for program in decode.decode_many, functools.partial(decode.prefill, capacity=12), steps.extend:
-        with pytest.raises(UserError, match=said):
+        with refused(said):
             program(definition, launch=Launch.EXPLICIT)
     assert parallel.resolve_launch(Launch.AUTO, mesh=definition.layout.mesh) is Launch.CHAINED
 
@@ -180,9 +180,7 @@ def test_halves_where_they_are(kind, monkeypatch):
     else:
         monkeypatch.delattr(jax._src.lax.parallel, "psum_start")
     assert parallel.resolve_launch(Launch.AUTO, mesh=mesh) is Launch.CHAINED
-    with pytest.raises(
-        UserError, match="needs a jax with started collectives, and .* has none: use 'auto'"
-    ):
+    with refused("needs a jax with started collectives, and .* has none: use 'auto'"):
         parallel.resolve_launch(Launch.EXPLICIT, mesh=mesh)
 
 

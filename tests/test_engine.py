@@ -14,9 +14,9 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import Engine, Finish, QueueFull, Request
 from ladder_jax.decode.engine.slots import buckets
 from ladder_jax.decode.request import StopText
-from ladder_jax.errors import UserError
 from tests import cases, compilations, engines
 from tests.engines import CAPACITY, CHUNK, parts
+from tests.refusals import refused
 
 
 def to_bytes(tokens):
@@ -146,10 +146,7 @@ def test_a_request_may_fill_the_capacity(chunk):
         for handle in handles:
             check(handle)
             assert len(handle.result().tokens) == length
-        with pytest.raises(
-            UserError,
-            match=f"a prompt of {prompt} tokens and {length + 1} new ones need 65 positions",
-        ):
+        with refused(f"a prompt of {prompt} tokens and {length + 1} new ones need 65 positions"):
             ours.submit(Request(tokens[0][:prompt], max_new_tokens=length + 1))
     assert jax.tree.leaves(ours._device._state.caches)[0].shape[1] >= CAPACITY + chunk
 
@@ -261,7 +258,7 @@ def test_a_full_queue():
 )
 def test_impossible_requests(wrong, message):
     ours = engine(decoder=None)
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         ours.submit(Request(**{"prompt": [1], "max_new_tokens": 3, **wrong}))
     assert not ours.busy
 
@@ -280,28 +277,25 @@ def test_numbers_of_other_kinds():
 
 
 def test_an_engine_larger_than_the_memory(monkeypatch):
-    with pytest.raises(
-        UserError,
-        match=r"a cache of 3 x 500,000,000 tokens needs .* GiB a device .weights 0.0, cache",
-    ):
+    with refused(r"a cache of 3 x 500,000,000 tokens needs .* GiB a device .weights 0.0, cache"):
         engine(capacity=500_000_000)
-    with pytest.raises(UserError, match="a cache of 3 x 1,000,000,000,000,000 tokens needs"):
+    with refused("a cache of 3 x 1,000,000,000,000,000 tokens needs"):
         engine(capacity=10**15)
 
 
 def test_an_engine_is_one_replica():
-    with pytest.raises(UserError, match="mesh.data x mesh.fsdp must be 1, not 2"):
+    with refused("mesh.data x mesh.fsdp must be 1, not 2"):
         Engine(*parts(data=2, tensor=4))
     odd = dict(prefill_chunk=1, interleave=2)
     for wrong in (dict(slots=0), dict(capacity=1), dict(max_queue=0), dict(chunk=0), odd):
         name = next(iter(wrong))
-        with pytest.raises(UserError, match=f"{name} must be at least"):
+        with refused(f"{name} must be at least"):
             engine(**wrong)
 
 
 def test_requests_from_many_threads():
     with engine(max_queue=30) as ours, futures.ThreadPoolExecutor(8) as clients:
-        with pytest.raises(UserError, match="runs already"):
+        with refused("runs already"):
             ours.start()
 
         def answered(request):

@@ -11,9 +11,9 @@ import pytest
 
 from ladder_jax import config, nn, parallel
 from ladder_jax.config import START, ConversionConfig, DistillConfig
-from ladder_jax.errors import UserError
 from ladder_jax.retrain import Retraining, sources
 from tests import cases, experts, reference
+from tests.refusals import refused
 from tests.test_objective import (
     DISTILL,
     LORA,
@@ -145,13 +145,9 @@ def test_a_capacity_may_change(before, after):
     for name in ("train.start='x'", "distill.teacher='x'"):
         sources.check_shape(name, theirs, ours)
     other = dataclasses.replace(ours, moe=dataclasses.replace(ours.moe, top_k=1))
-    with pytest.raises(
-        UserError, match="^x: the checkpoint has model.moe.top_k=2, and this run model.moe.top_k=1$"
-    ):
+    with refused("^x: the checkpoint has model.moe.top_k=2, and this run model.moe.top_k=1$"):
         sources.check_shape("x", theirs, other)
-    with pytest.raises(
-        UserError, match="^x: the checkpoint has model.moe.experts=6, and this run .*experts=None$"
-    ):
+    with refused("^x: the checkpoint has model.moe.experts=6, and this run .*experts=None$"):
         sources.check_shape("x", theirs, dataclasses.replace(ours, moe=None))
 
 
@@ -166,5 +162,5 @@ DENSE = "model.moe.dense_layers=1", "model.residual=farskip"
     (["distill.hidden_weight=0.5", "distill.teacher=x", *DENSE], "hidden_weight=0.5 and .*dense_layers exclude"),
 ], ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         config.load("tiny-moe", overrides=given)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ladder_jax import checkpoint, config, nn, parallel, train
-from ladder_jax.errors import UserError
 from ladder_jax.nn import router_losses
 from ladder_jax.train import metrics, timing
+from tests.refusals import refused
 
 TINY = [
     "model.num_layers=2",
@@ -163,5 +163,5 @@ def test_biases_balance_the_load(book, tmp_path):
 
 @pytest.mark.parametrize("name", ["load_balance", "router_z_loss", "router_bias_rate"])
 def test_a_negative_factor_is_refused(name):
-    with pytest.raises(UserError, match=f"train.{name} must not be negative"):
+    with refused(f"train.{name} must not be negative"):
         dataclasses.replace(config.TrainConfig(), **{name: -0.1})

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 
 from ladder_jax import config, nn, parallel, residual
 from ladder_jax.config import Loop, ModelConfig, Remat
-from ladder_jax.errors import UserError
 from ladder_jax.nn import experts as package
 from ladder_jax.nn.experts import MoE
 from ladder_jax.nn.parameter import Sizes
@@ -29,6 +28,7 @@ from tests import (
     reference,
     test_your_layers as your_layers,
 )
+from tests.refusals import refused
 
 # data x fsdp x tensor, and whether the stream is split along the sequence
 MESHES = {
@@ -234,7 +234,7 @@ def test_farskip_of_own_layers():
     run = lambda of: lambda x, stacked: residual.run(topology, of, x, params=stacked)
     found = your_layers.on_ranks(run(three))
     assert cases.error(found, your_layers.float64(farskip)) < your_layers.LIMIT
-    with pytest.raises(UserError, match="attention, routed experts, shared expert"):
+    with refused("attention, routed experts, shared expert"):
         your_layers.on_ranks(run(your_layers.pair))
 
 
@@ -267,7 +267,7 @@ def test_topology_in_words():
     ],
 )
 def test_refusals(fields, reason):
-    with pytest.raises(UserError, match=reason):
+    with refused(reason):
         ModelConfig(**fields)
 
 
@@ -288,7 +288,7 @@ def test_presets_and_overrides():
     assert [bool(one.qk_norm) for one in olmoe] == [True, False, True]
     assert config.model_from_dict(config.to_dict(olmoe[0])) == olmoe[0]
     three = config.preset("tiny-moe", num_heads=6, head_dim=16, num_kv_heads=3)
-    with pytest.raises(UserError, match="shared_width=128 is not divisible by mesh.tensor=3"):
+    with refused("shared_width=128 is not divisible by mesh.tensor=3"):
         config.check_fits_mesh(three, config.MeshConfig(tensor=3))
 
 

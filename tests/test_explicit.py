@@ -17,10 +17,10 @@ import ladder_jax as lj
 from ladder_jax import decode, nn, residual
 from ladder_jax.config import DecodeConfig, Loop, Quantize, TrainConfig
 from ladder_jax.decode import weights
-from ladder_jax.errors import UserError
 from ladder_jax.train import step
 from ladder_jax.train.gradients import loss_and_gradients
 from tests import cases, covering
+from tests.refusals import refused
 from tests.test_your_layers import (
     LIMIT,
     STACKED,
@@ -333,7 +333,7 @@ def wrong(names, sizes=(2, 4), **axes):
 ], ids=lambda value: value[:40] if isinstance(value, str) else "call")  # fmt: skip
 def test_what_is_refused(make, said):
     """In one line."""
-    with setting(jax.make_mesh((8,), ("x",))), pytest.raises(UserError, match=said) as error:
+    with setting(jax.make_mesh((8,), ("x",))), refused(said) as error:
         make()
     assert "\n" not in str(error.value)
 

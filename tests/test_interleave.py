@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import config, decode, train
 from ladder_jax.config import Launch, Loop, Remat
 from ladder_jax.data.packing import Batch
-from ladder_jax.errors import UserError
 from ladder_jax.residual.recurrence import barrier_forward
 from ladder_jax.residual.wires import sequence
 from ladder_jax.scopes import ENTER, LAUNCH
 from tests import cases, communication, covering, engines, experts, test_your_layers as your_layers
+from tests.refusals import refused
 
 REDUCING = [name for name, case in cases.TOPOLOGIES.items() if case[2] not in ("desync", "none")]
 # of tokens [B, T + 1]: halves of rows, of those of a split stream, and, of an odd number, of
@@ -211,7 +211,7 @@ RING = dict(sequence_parallel=True, collective_matmul=config.CollectiveMatmul.RI
     ),
 ])  # fmt: skip
 def test_what_is_refused(made, said):
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         made()
 
 

@@ -15,12 +15,12 @@ import pytest
 
 from ladder_jax import cli, python
 from ladder_jax.config import Loop, Phase
-from ladder_jax.errors import UserError
 from ladder_jax.overlap import compile as compiling, picture, programs, request as requests, result
 from ladder_jax.overlap.compile import Record, read, write
 from ladder_jax.schedule import hlo, judge, targets, timeline
 from tests import covering
 from tests.hlo import text
+from tests.refusals import refused
 
 ASKED = (
     "--model tiny --target cpu:8 --phase decode --residual ladder --layers 2 --batch 2 --context 32"
@@ -184,7 +184,7 @@ def test_a_missing_compiler_says_what_to_install(target, installs, mistake, monk
 def test_a_mistake_found_by_tracing():
     wanted = ask(phase=Phase.PREFILL, residual="desync-4", sequence_parallel=True, layers=2)
     function, arguments = programs.program(wanted)
-    with pytest.raises(UserError, match="not desync-n"):
+    with refused("not desync-n"):
         function.lower(*arguments)
 
 
@@ -194,7 +194,7 @@ def killed(request):
 
 def test_a_killed_compiler_is_one_line():
     told = r"the compiler for cpu:8 ended with status -9: out of memory\?"
-    with pytest.raises(UserError, match=told):
+    with refused(told):
         compiling.apart("tests.test_overlap:killed", {}, target=targets.parse("cpu:8"))
 
 

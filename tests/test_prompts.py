@@ -17,6 +17,7 @@ from ladder_jax.decode.request import ends
 from ladder_jax.errors import UserError
 from tests import tokenizers as tiny
 from tests.engines import engine
+from tests.refusals import refused
 
 PROMPTS = [
     {"prompt": "a cat"},
@@ -122,7 +123,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
         dict(defaults=DecodeConfig(max_new_tokens=7)),
         dict(stop=("x",)),
     ):
-        with pytest.raises(UserError, match="line 1 answers another prompt, model or setting"):
+        with refused("line 1 answers another prompt, model or setting"):
             jsonl.answered(str(out), digests(jsonl.read(str(source), **{**READ, **change})))
     for foreign in (
         "my diary\n",
@@ -135,7 +136,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
         '{"index": -1, "request": ""}\n',
     ):
         out.write_text(foreign)
-        with pytest.raises(UserError, match="out.jsonl (line 1|holds)"):
+        with refused("out.jsonl (line 1|holds)"):
             jsonl.answered(str(out), digests(jobs))
         assert out.read_text() == foreign
 
@@ -175,7 +176,7 @@ def test_one_run_at_a_time(tmp_path):
     file = str(tmp_path / "out.jsonl")
     with jsonl.alone(file):
         with (
-            pytest.raises(UserError, match="out.jsonl: another run is writing to it"),
+            refused("out.jsonl: another run is writing to it"),
             jsonl.alone(file),
         ):
             pass

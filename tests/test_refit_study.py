@@ -12,12 +12,12 @@ from experiments import study
 from experiments.refit import __main__ as command
 from experiments.refit.__main__ import DOMAINS, HERE, MIXTURE, USUAL, Measurement
 from ladder_jax import parallel, pretrained
-from ladder_jax.errors import UserError
 from ladder_jax.pretrained.refit import FittedProjections, Refit, refit
 from tests import covering
 from tests.pretrained import gguf_files
 from tests.pretrained.test_convert import LETTERS
 from tests.pretrained.test_refit import loss
+from tests.refusals import refused
 
 SEQUENCE = 32
 
@@ -86,7 +86,7 @@ def test_rows_are_drawn_by_their_seed(measurement):
     of = lambda **asked: measurement.calibration(refitted("2", tokens=128, **asked))
     assert np.array_equal(of(seed=1), of(seed=1))
     assert not np.array_equal(of(seed=1), of(seed=2))
-    with pytest.raises(UserError, match="wikitext has 9 rows to calibrate on; 10 are asked for"):
+    with refused("wikitext has 9 rows to calibrate on; 10 are asked for"):
         measurement.calibration(refitted("2", tokens=10 * SEQUENCE))
 
 
@@ -97,9 +97,9 @@ def test_texts_are_cut_in_two(tmp_path, monkeypatch):
     held_out, rest = command.cut("gsm8k", text, tokenizer=LETTERS)
     assert set(held_out) == {ord("q")}
     assert set(rest.ravel()) == {ord("q"), ord("\n"), ord("4")}
-    with pytest.raises(UserError, match="--wikitext: 80 tokens are too few"):
+    with refused("--wikitext: 80 tokens are too few"):
         command.cut("wikitext", "a" * 80, tokenizer=LETTERS)
-    with pytest.raises(UserError, match="cannot read --gsm8k '.*none': No such file"):
+    with refused("cannot read --gsm8k '.*none': No such file"):
         command.read("gsm8k", str(tmp_path / "none"))
 
 

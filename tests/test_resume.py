@@ -22,6 +22,7 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import folder, metrics, session
 from tests import cases, runs
 from tests.covering import full
+from tests.refusals import refused
 from tests.runs import losses
 
 STEPS = 45
@@ -366,7 +367,7 @@ def test_one_process_a_folder(book, resumable):
     before = times()
     with lock.open("r+b") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process is training in"):
+        with refused("another process is training in"):
             run(book, resumable)
     assert times() == before
     with folder.locked(resumable, say=print):
@@ -378,7 +379,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path):
     new, old, begun = (tmp_path / name for name in ("new", "old", "begun"))
     old.mkdir()
     for where in (new, old, begun):
-        with pytest.raises(UserError, match="no such model"), folder.locked(where, say=print):
+        with refused("no such model"), folder.locked(where, say=print):
             (where / "goodput.json").write_text("{}")
             if where == begun:
                 (where / "config.json").write_text("{}")

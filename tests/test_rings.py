@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import nn
 from ladder_jax.config import Biases, CollectiveMatmul, Execution, Loop, Quantize, Remat
-from ladder_jax.errors import UserError
 from ladder_jax.nn import quantized
 from ladder_jax.parallel import ring
 from tests import cases, covering
+from tests.refusals import refused
 
 AXES = ("tensor",)
 ROWS = 2
@@ -156,11 +156,11 @@ def test_a_prefill_in_rings_is_the_plain_one(quantize):
 
 def test_forms_that_cannot_be():
     definition = cases.define("standard", tensor=2)
-    with pytest.raises(UserError, match="collective_matmul=ring needs sequence_parallel"):
+    with refused("collective_matmul=ring needs sequence_parallel"):
         nn.hidden(
             definition, {}, TOKENS, execution=Execution(collective_matmul=CollectiveMatmul.RING)
         )
     shared = cases.define("parallel", tensor=2)
-    with pytest.raises(UserError, match="attention and MLP of parallel share one gather"):
+    with refused("attention and MLP of parallel share one gather"):
         split = Execution(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
         nn.hidden(shared, {}, TOKENS, execution=split)

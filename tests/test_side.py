@@ -26,12 +26,12 @@ from ladder_jax.config import (
 )
 from ladder_jax.data.packing import Batch, Targets
 from ladder_jax.decode import Generator
-from ladder_jax.errors import UserError
 from ladder_jax.retrain import Retraining
 from ladder_jax.side import SideModel
 from ladder_jax.train.gradients import held_out_loss, loss_and_gradients, task_gradients
 from tests import cases, covering, engines, reference
 from tests.covering import full
+from tests.refusals import refused
 from tests.test_objective import original
 
 SIZES = dict(
@@ -320,25 +320,21 @@ def test_the_sizes_of_the_network():
      " model.moe.top_k=2 model.moe.expert_width=8", "model.side is for dense models only"),
 ], ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):
-    with pytest.raises(UserError, match=said) as error:
+    with refused(said) as error:
         config.load("tiny", overrides=given.split())
     assert "\n" not in str(error.value)
 
 
 def test_all_weights_do_not_train_beside_a_side_network():
-    with pytest.raises(
-        UserError, match="of a SideModel not all weights train: its task is retrain.Retraining"
-    ):
+    with refused("of a SideModel not all weights train: its task is retrain.Retraining"):
         loss_and_gradients(define())
 
 
 def test_a_plain_definition_does_not_leave_the_network_out():
     config = cases.model("ladder", side=SideConfig(4))
     mesh = parallel.make_mesh(tensor=2)
-    with pytest.raises(
-        UserError, match="model.side is no part of a ModelDef: ladder_jax.side defines such models"
-    ):
+    with refused("model.side is no part of a ModelDef: ladder_jax.side defines such models"):
         nn.define(config, mesh=mesh)
     assert side.define(config, mesh=mesh).without_side() == cases.define("ladder", tensor=2)
-    with pytest.raises(UserError, match="a model without model.side is defined by ladder_jax.nn"):
+    with refused("a model without model.side is defined by ladder_jax.nn"):
         side.define(dataclasses.replace(config, side=None), mesh=mesh)

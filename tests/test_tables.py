@@ -13,8 +13,8 @@ from importlib.util import find_spec
 import pytest
 
 from ladder_jax.data.store import sources
-from ladder_jax.errors import UserError
 from tests import hub
+from tests.refusals import refused
 from tests.test_tokens import make, texts_in
 
 pytestmark = pytest.mark.skipif(
@@ -68,9 +68,9 @@ def test_webdataset(tmp_path):
                 entry.size = len(content)
                 file.addfile(entry, io.BytesIO(content))
     assert texts(path, field="txt") == TEXTS
-    with pytest.raises(UserError, match="no column 'text' .*: there is 'txt', 'json'"):
+    with refused("no column 'text' .*: there is 'txt', 'json'"):
         texts(path)
-    with pytest.raises(UserError, match="the column 'json' holds .*, not text"):
+    with refused("the column 'json' holds .*, not text"):
         texts(path, field="json")
 
 
@@ -89,7 +89,7 @@ BROKEN = {
 def test_what_is_no_table(tmp_path, name):
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{name}: {message}") as caught:
+    with refused(f"{name}: {message}") as caught:
         texts(tmp_path / name)
     assert "\n" not in str(caught.value)
 
@@ -104,13 +104,13 @@ def test_damage_in_the_middle(tmp_path):
     parquet.write_table(pyarrow.table({"text": [*rows, None]}), path, row_group_size=10)
     plan = sources.plan([str(path)], most=1)
     assert [(part.begin, part.end) for part in plan] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
-    with pytest.raises(UserError, match="a.parquet: row 1 of shard 5 has no text in 'text'"):
+    with refused("a.parquet: row 1 of shard 5 has no text in 'text'"):
         list(sources.read(plan[-1], field="text"))
     content = bytearray(path.read_bytes())
     middle = content.index(b"\x00" * 3, len(content) // 3)
     content[middle : middle + 600] = b"\xff" * 600
     path.write_bytes(content)
-    with pytest.raises(UserError, match="a.parquet: cannot be read"):
+    with refused("a.parquet: cannot be read"):
         texts(path)
 
 

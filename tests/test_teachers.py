@@ -13,12 +13,12 @@ import pytest
 from ladder_jax import config
 from ladder_jax.config import START, DistillConfig, RunConfig, TrainConfig
 from ladder_jax.data import tokenizer
-from ladder_jax.errors import UserError
 from ladder_jax.pretrained import OpenedModel
 from ladder_jax.retrain import Retraining, Sources, loss, of_sources, sources
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, experts, reference, tokenizers
 from tests.pretrained import models
+from tests.refusals import refused
 from tests.test_objective import TOKENS, TWO, compute, define, shape
 
 FROZEN = 1
@@ -130,7 +130,7 @@ def test_a_teacher_is_computed_on_its_own_number_of_ranks(residual):
     student = as_standard(define(tensor=2))
     theirs = dataclasses.replace(student.config, residual=residual, ranks=4)
     wrong = rf"distill.teacher='theirs': .* {residual} .*ranks=4.* on 2 .*mesh.tensor=4.*distill.residual=standard"
-    with pytest.raises(UserError, match=wrong) as error:
+    with refused(wrong) as error:
         taught(student, theirs)
     assert "\n" not in str(error.value)
     assert taught(student, theirs, residual="standard").teacher.config.ranks is None
@@ -170,7 +170,7 @@ def test_what_was_refitted_is_of_one_topology(tmp_path):
             "conversion.steps=4: .*half' were refitted, .*train.start=PATH.*conversion.steps=0",
         ),
     ):
-        with pytest.raises(UserError, match=said) as error:
+        with refused(said) as error:
             of_run(*more)
         assert "\n" not in str(error.value)
 
@@ -196,5 +196,5 @@ def test_a_teacher_of_other_tokens(tmp_path):
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (folder / "tokenizer.json").write_text(json.dumps(told))
     for data in of_data, tokenizer.Bytes():
-        with pytest.raises(UserError, match="distill.teacher=.* has another tokenizer than the da"):
+        with refused("distill.teacher=.* has another tokenizer than the da"):
             sources.of_run(made, tokenizer=data)

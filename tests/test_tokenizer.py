@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer as Theirs, decoders
 
 from ladder_jax.data import tokenizer
-from ladder_jax.errors import UserError
 from tests import tokenizers
+from tests.refusals import refused
 
 FAMILIES = ["byte_level", "byte_fallback", "metaspace"]
 TEXTS = [
@@ -81,7 +81,7 @@ def test_bytes():
     assert ours.encode("é") == [0xC3, 0xA9]
     assert ours.encode("\udc80") == [0x80]
     assert ours.decode(np.array([72, 105, 0xFF, 300])) == "Hi\ufffd"
-    with pytest.raises(UserError, match="bytes has no chat template"):
+    with refused("bytes has no chat template"):
         ours.chat([])
 
 
@@ -126,9 +126,9 @@ def test_the_chat_template(tmp_path):
     text = "<|begin|>system: be kind<|end|>\nuser: the <cat><|end|>\nassistant:"
     assert tokens == theirs.encode(text, add_special_tokens=False).ids
     assert ours.decode(tokens) == "system: be kind\nuser: the <cat>\nassistant:"
-    with pytest.raises(UserError, match="the chat template refuses these messages: no role wizard"):
+    with refused("the chat template refuses these messages: no role wizard"):
         ours.chat([{"role": "wizard", "content": "x"}])
-    with pytest.raises(UserError, match="a message must be such as"):
+    with refused("a message must be such as"):
         ours.chat(["x"])
 
 
@@ -169,7 +169,7 @@ def test_what_templates_may_use(tmp_path, template, text):
     ],
 )
 def test_templates_that_do_not_work(tmp_path, template, message):
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(message) as caught:
         rendered(tmp_path, template)
     assert "\n" not in str(caught.value)
 
@@ -195,7 +195,7 @@ def test_a_copy_for_a_run(tmp_path):
     assert (copy.name, copy.chat([]), copy.stop_ids) == (ours.name, ours.chat([]), ours.stop_ids)
     other = tokenizer.load(tokenizers.folder(tmp_path / "b", made=tokenizers.byte_fallback()))
     assert other.name != ours.name
-    with pytest.raises(UserError, match="holds another tokenizer"):
+    with refused("holds another tokenizer"):
         tokenizer.save(other, where)
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["tokenizer"]
     tokenizer.save(tokenizer.load("bytes"), tmp_path / "c")
@@ -251,21 +251,19 @@ EMPTY = dict(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[], 
 def test_files_that_are_wrong(tmp_path, damage, message):
     folder = pathlib.Path(tokenizers.folder(tmp_path / "t"))
     damage(folder)
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(message) as caught:
         tokenizer.load(folder)
     assert "\n" not in str(caught.value)
 
 
 def test_mistakes(tmp_path):
-    with pytest.raises(UserError, match="there is no tokenizer at 'nowhere'"):
+    with refused("there is no tokenizer at 'nowhere'"):
         tokenizer.load("nowhere")
     ours = tokenizer.load(tokenizers.folder(tmp_path / "t"))
     folder = pathlib.Path(tokenizers.folder(tmp_path / "panics"))
     # its table is too short for any letter
     changed(folder, added_tokens=[], normalizer=charsmap(b"\4" + bytes(7)))
-    with pytest.raises(
-        UserError, match="the tokenizer in .*panics' cannot encode this text: index out of bounds"
-    ):
+    with refused("the tokenizer in .*panics' cannot encode this text: index out of bounds"):
         tokenizer.load(folder).encode("a")
-    with pytest.raises(UserError, match="cannot encode this text: .*surrogates"):
+    with refused("cannot encode this text: .*surrogates"):
         ours.encode("a\udc80")

@@ -11,13 +11,14 @@ import pytest
 from ladder_jax import evaluate, nn
 from ladder_jax.decode import Finish, Request, Result
 from ladder_jax.decode.request import ends
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed
 from ladder_jax.evaluate import Model, Question, Scorer, Span, scorer as scorers
 from ladder_jax.evaluate.model import prefix_of
 from ladder_jax.evaluate.perplexity import windows
 from tests import cases, compilations
 from tests.covering import full
 from tests.evaluate.conftest import WINDOW, Exact, rows_of
+from tests.refusals import refused
 from tests.tokenizers import BEGIN, END
 
 TOLERANCE = 1e-4  # nats a token; float32, logits of about 10
@@ -97,7 +98,7 @@ def test_each_token_is_scored_once(window, stride):
     ],
 )
 def test_wrong_windows(how, message):
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         list(windows([1, 2], **{"prefix": 0, "window": 8, "stride": 8, **how}))
 
 
@@ -160,7 +161,7 @@ def test_other_parameters_compile_nothing(model):
     ],
 )
 def test_tokens_that_cannot_be_scored(tokens, message, model):
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         evaluate.perplexity(model, tokens)
 
 
@@ -179,7 +180,7 @@ def test_prefix(pieces, bytes_model):
     assert prefix_of(bytes_model.tokenizer) == ord("\n")
     of = lambda **changes: type("Other", (type(bytes_model.tokenizer),), changes)()
     assert prefix_of(of(stop_ids=(9, 8))) == 9
-    with pytest.raises(UserError, match="--prefix-token ID names one"):
+    with refused("--prefix-token ID names one"):
         prefix_of(of(name="tokenizer-1"))
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from ladder_jax.decode.engine.jsonl import carry_out, digest
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed
+from tests.refusals import refused
 
 
 def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
@@ -44,7 +45,7 @@ def test_one_run_at_a_time(tmp_path):
     file = str(tmp_path / "out.jsonl")
 
     def work(left):
-        with pytest.raises(UserError, match="out.jsonl: another run is writing to it"):
+        with refused("out.jsonl: another run is writing to it"):
             carry_out({0: "row"}, lambda left: [(0, {})], file=file, label="")
         yield 0, {}
 

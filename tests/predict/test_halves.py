@@ -10,13 +10,13 @@ import pytest
 
 from ladder_jax import config, residual, train
 from ladder_jax.config import Launch, preset
-from ladder_jax.errors import UserError
 from ladder_jax.predict import halves, machine
 from ladder_jax.predict.program import Program
 from ladder_jax.predict.timeline import Work, play_slots, turns
 from tests import cases
 from tests.changed import ROOT
 from tests.predict.asked import answered, by_residual, of_layers, predict, prompt, run
+from tests.refusals import refused
 
 GUIDE = (ROOT / "docs/guides/halves.md").read_text()
 
@@ -231,7 +231,7 @@ UNDECIDED = "interleave=auto is decided by the commands train, generate and serv
 
 
 def test_only_commands_decide():
-    with pytest.raises(UserError, match=UNDECIDED):
+    with refused(UNDECIDED):
         config.DecodeConfig(interleave="auto").interleave.parts  # noqa: B018
 
 
@@ -241,6 +241,6 @@ def test_a_run_that_is_not_decided_writes_nothing(tmp_path):
         train=config.TrainConfig(interleave="auto", steps=2, warmup_steps=1),
         run=config.FolderConfig(dir=str(tmp_path / "out")),
     )
-    with pytest.raises(UserError, match=UNDECIDED):
+    with refused(UNDECIDED):
         train.run(asked)
     assert not list(tmp_path.iterdir())

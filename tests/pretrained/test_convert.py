@@ -14,11 +14,12 @@ from gguf import GGMLQuantizationType as Kind
 from ladder_jax import checkpoint, nn, parallel, pretrained
 from ladder_jax.checkpoint import arrays
 from ladder_jax.cli import main
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed
 from ladder_jax.pretrained import convert as conversion, staging
 from ladder_jax.pretrained.convert import Text
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models
+from tests.refusals import refused
 
 OPTIONS = (
     "ladder_layers residual ranks dtype calibration calibration_tokens refit ridge search tensor"
@@ -64,7 +65,7 @@ def test_values_and_files_arrive(tmp_path, capsys):
         stored = source.arrays["layers/attention/key", layer].read()
         assert np.array_equal(keys[layer], stored.astype(np.float32))
     assert saved.tokenizer().encode("the cat") == made.encode("the cat").ids
-    with pytest.raises(UserError, match="was converted, not trained"):
+    with refused("was converted, not trained"):
         saved.optimizer({})
     assert sorted(os.listdir(tmp_path)) == ["a.gguf", "out"]
 
@@ -178,10 +179,10 @@ def test_a_tokenizer_that_does_not_match(small, tmp_path):
     (folder / "tokenizer.json").write_bytes(pretrained.open(small).files["tokenizer.json"])
     convert(folder, tmp_path / "fits")
     tiny.byte_level().save(str(folder / "tokenizer.json"))
-    with pytest.raises(UserError, match=f"{folder}.*vocab_size=129 is too small"):
+    with refused(f"{folder}.*vocab_size=129 is too small"):
         convert(folder, tmp_path / "out")
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=f"{folder}.* is not a tokenizer"):
+    with refused(f"{folder}.* is not a tokenizer"):
         convert(folder, tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["fits", "hf"]
 

@@ -10,6 +10,7 @@ import pytest
 
 from ladder_jax.errors import UserError
 from ladder_jax.processes import ProcessSpec, Timeouts, join, options, spec, timeouts
+from tests.refusals import refused
 
 GIVEN = {"coordinator": "gpu-0:8476", "processes": "4", "process": "2"}
 SLURM = {
@@ -96,7 +97,7 @@ def test_timeouts():
     )
     assert given == Timeouts(lost=5.0, hang=options.LONGEST)
     for wrong in ("0", "-1", "nan", "soon"):
-        with pytest.raises(UserError, match="--lost-timeout must be a positive number of seconds"):
+        with refused("--lost-timeout must be a positive number of seconds"):
             timeouts({"lost_timeout": wrong}, {})
 
 
@@ -137,10 +138,7 @@ def test_one_host_with_chips(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", mock.Mock(side_effect=errors))
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
     assert joined(ProcessSpec(None, None, None, options.CHIPS)).process == 0
-    with pytest.raises(
-        UserError,
-        match="a TPU was recognised, but no metadata server: --coordinator and --processes",
-    ):
+    with refused("a TPU was recognised, but no metadata server: --coordinator and --processes"):
         joined(ProcessSpec(None, None, None, options.CHIPS))
 
 

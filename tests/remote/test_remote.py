@@ -26,6 +26,7 @@ from ladder_jax.files import absolute, kvstore
 from ladder_jax.parallel import make_mesh
 from ladder_jax.pretrained.formats import open_model, open_source
 from ladder_jax.train import folder as runs, metrics, session
+from tests.refusals import refused
 from tests.remote.conftest import IN_S3
 from tests.test_resume import wait
 from tests.test_tokens import TEXTS, lines, make, texts_in
@@ -152,9 +153,7 @@ def test_what_reads_a_run_reads_it_there(run, local, capsys):
     assert opened.tokenizer() == known.tokenizer()
     assert lj.load(run).config == lj.load(local).config
     assert load("tiny", overrides=["model=null", f"train.start={run}"]).model == known.config.model
-    with pytest.raises(
-        UserError, match="copy it to a disk first; generate, serve and evaluate read it from there"
-    ):
+    with refused("copy it to a disk first; generate, serve and evaluate read it from there"):
         open_source(run)
     assert cli.main(["checkpoints", run, "--verify", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
@@ -328,11 +327,11 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
     assert not any("tokens" in request for request in bucket.requests[asked:])
     stores["gs"].flip("stores/book/00001.tokens")
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "another"))
-    with pytest.raises(UserError, match="00001.tokens' is damaged: it is not what was written"):
+    with refused("00001.tokens' is damaged: it is not what was written"):
         Store(where).read(made.shards[0].tokens, 5)
     assert not list(tmp_path.glob("another/stores/*/00001.tokens"))
     bucket.delete("stores/book/00001.tokens")
-    with pytest.raises(UserError, match=f"token store's '{where}/00001.tokens': No such"):
+    with refused(f"token store's '{where}/00001.tokens': No such"):
         Store(where)
 
 
@@ -352,7 +351,7 @@ def test_a_name_that_is_no_url(away):
     "read, what", [(open_checkpoint, "checkpoint"), (open_model, "model"), (Store, "token store")]
 )
 def test_where_nothing_is(away, read, what):
-    with pytest.raises(UserError, match=f"there is no {what} at '{away.url('none')}'"):
+    with refused(f"there is no {what} at '{away.url('none')}'"):
         read(away.url("none"))
 
 
@@ -380,9 +379,7 @@ def test_mistakes(stores, tmp_path, capsys, more, line):
 
 def test_a_model_of_another_format(bucket):
     bucket.put("gemma/config.json", b'{"model_type": "llama"}')
-    with pytest.raises(
-        UserError, match="'gs://bucket/gemma': only runs and checkpoints are read from there"
-    ):
+    with refused("'gs://bucket/gemma': only runs and checkpoints are read from there"):
         open_model("gs://bucket/gemma")
 
 
@@ -431,7 +428,5 @@ def test_folders_of_something_else(away):
     bucket.put("empty/", b"")
     check(away.url("empty"))
     bucket.put("full/file", b"")
-    with pytest.raises(
-        UserError, match=f"run.dir='{away.url('full')}' is not empty and holds no config.json"
-    ):
+    with refused(f"run.dir='{away.url('full')}' is not empty and holds no config.json"):
         check(away.url("full"))

@@ -16,6 +16,7 @@ from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import UserError
 from ladder_jax.serve import batch
 from tests import tokenizers as made
+from tests.refusals import refused
 from tests.serve.conftest import MODEL
 from tests.serve.templated import Templated
 
@@ -97,7 +98,7 @@ def test_answers_to_something_else(change, content, tmp_path):
     """(test_prompts.py goes on after a kill.)"""
     (tmp_path / "out.jsonl").write_bytes(content)
     jobs = batch.read(write(tmp_path / "in.jsonl", LINES), **READ | change)
-    with pytest.raises(UserError, match="out.jsonl line [1-4] answers another prompt, model or"):
+    with refused("out.jsonl line [1-4] answers another prompt, model or"):
         jsonl.answered(str(tmp_path / "out.jsonl"), {job.index: job.digest for job in jobs})
 
 

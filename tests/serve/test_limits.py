@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from ladder_jax.errors import UserError
 from ladder_jax.serve import middleware, server
+from tests.refusals import refused
 from tests.serve.conftest import CAPACITY, MODEL, ask, connected, metric, official
 
 LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
@@ -217,7 +217,7 @@ def test_wrong_paths_methods_and_types(url):
 
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(UserError, match="cannot listen at 127.0.0.1, port [0-9]+: "):
+        with refused("cannot listen at 127.0.0.1, port [0-9]+: "):
             server.bind("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(UserError, match="cannot listen at 192.0.2.1, port 0: "):
+    with refused("cannot listen at 192.0.2.1, port 0: "):
         server.bind("192.0.2.1", 0)
