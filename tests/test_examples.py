@@ -14,8 +14,8 @@ from ladder_jax.config import DataConfig, Format, TrainConfig
 from ladder_jax.data import chat_template, dataset, examples, tokenizer as tokenizers
 from ladder_jax.data.examples import render
 from ladder_jax.data.packing import Batch
-from ladder_jax.errors import UserError
 from tests import tokenizers as made
+from tests.refusals import refused
 
 CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "naïve 東京 🙂"},
         {"role": "user", "content": "and"}, {"role": "assistant", "content": "on the mat"}]  # fmt: skip
@@ -151,28 +151,26 @@ def test_another_mask_is_other_data(tmp_path):
 ], ids=str)  # fmt: skip
 def test_what_is_no_example(tmp_path, byte_level, content, said):
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(UserError, match=said) as error:
+    with refused(said) as error:
         load(str(tmp_path), tokenizer=byte_level)
     assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_examples_and_a_damaged_archive(tmp_path):
-    with pytest.raises(UserError, match="holds no file"):
+    with refused("holds no file"):
         load(str(tmp_path))
     (tmp_path / "stages.yaml").write_text("stages: [a.jsonl]")
-    with pytest.raises(
-        UserError, match="must be JSON lines, or a folder of them; to train on several in order"
-    ):
+    with refused("must be JSON lines, or a folder of them; to train on several in order"):
         load(str(tmp_path / "stages.yaml"))
     (tmp_path / "a.JSONL.gz").write_bytes(b"not gzip")
-    with pytest.raises(UserError, match="cannot read .*: Not a gzipped file"):
+    with refused("cannot read .*: Not a gzipped file"):
         load(str(tmp_path))
 
 
 def test_a_template_that_forgets_turns(tmp_path):
     """Of one that shows the last turn alone the earlier ones cannot be found in the whole."""
     folder = made.folder(tmp_path / "t", template="{{ messages[-1].content if messages else '' }}")
-    with pytest.raises(UserError, match="changes earlier turns"):
+    with refused("changes earlier turns"):
         render({"messages": CHAT}, tokenizer=tokenizers.load(folder), where="f:1")
 
 
@@ -202,7 +200,7 @@ def test_examples_are_of_one_moment(tmp_path, monkeypatch):
 def test_another_tokenizer_than_the_checkpoints(tmp_path, byte_level):
     folder = made.folder(tmp_path / "t", made=made.byte_fallback())
     path = lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b"})
-    with pytest.raises(UserError, match="but the checkpoint that training starts from has"):
+    with refused("but the checkpoint that training starts from has"):
         dataset.load(
             DataConfig(path=path, format=Format.EXAMPLES, tokenizer=folder),
             train=TrainConfig(batch=1, sequence=8, steps=1),

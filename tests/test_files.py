@@ -7,9 +7,10 @@ import jax
 import pytest
 
 from ladder_jax import cli, files, pretrained
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed
 from ladder_jax.parallel import use_compilation_cache
 from tests.pretrained import models
+from tests.refusals import refused
 
 
 def write(path):
@@ -67,7 +68,7 @@ def test_a_folder_below_that_cannot_be_read(tmp_path, monkeypatch):
         return scan(folder)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(UserError, match="cannot read '.*/shut': Permission denied"):
+    with refused("cannot read '.*/shut': Permission denied"):
         files.below(tmp_path)
 
 
@@ -79,12 +80,12 @@ def test_what_cannot_be_written(tmp_path):
         "": "this is a folder; name a file in it",
         "nowhere/file": "there is no folder",
     }.items():
-        with pytest.raises(UserError, match=f"--out .*: {message}"):
+        with refused(f"--out .*: {message}"):
             files.check_writable("out", str(tmp_path / name))
     files.check_writable("out", str(tmp_path / "file"))
     if os.geteuid():  # root may write anything
         (tmp_path / "file").chmod(0o400)
-        with pytest.raises(UserError, match="this file cannot be written"):
+        with refused("this file cannot be written"):
             files.check_writable("out", str(tmp_path / "file"))
 
 
@@ -170,7 +171,7 @@ def test_an_address_is_no_folder_here(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(words.split()) == 2
     assert f"{words.split()[-1]!r} is no place on a disk" in capsys.readouterr().err
-    with pytest.raises(UserError, match="'gs://b/x' is no place on a disk"):
+    with refused("'gs://b/x' is no place on a disk"):
         pretrained.write_huggingface(pretrained.open("model"), "gs://b/x")
     assert os.listdir(tmp_path) == before
 

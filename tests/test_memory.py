@@ -15,6 +15,7 @@ from ladder_jax.decode import Engine, memory, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import open_model
 from tests import cases, starts
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkey
     too_large = r"reading the weights needs .* GiB a device \(weights .*, one of them as it is"
     for free, message in ((most - 1, too_large), (most, "was read")):
         monkeypatch.setattr(memory, "free_memory", lambda *_, free=free, **__: free)
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             open_model(tmp_path).engine(settings=DecodeConfig(), tensor=1, slots=1, capacity=16)
     monkeypatch.setattr(memory, "free_memory", lambda *_, **__: kept - 1)
     for verb, *words in (("generate", "--prompt", "a"), ("evaluate", "--text", __file__)):
@@ -99,7 +100,7 @@ def test_a_text_that_needs_more_than_the_one_before(wide, monkeypatch):
     model = lj.load(wide)
     model.generate("a", max_new_tokens=1)
     monkeypatch.setattr(steps, "decode_many", lambda *_, **__: exhausted)
-    with pytest.raises(UserError, match="out of memory generating"):
+    with refused("out of memory generating"):
         model.generate("a", max_new_tokens=2)
 
 
@@ -118,9 +119,7 @@ def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
     monkeypatch.setattr(arrays, "begin_read", failing(error))
     with pytest.raises(checkpoint.Damaged, match="damaged or incomplete: Input/output error"):
         Engine(definition, Pieces(saved, definition), slots=1, capacity=16)
-    with pytest.raises(
-        UserError, match=r"does not fit its configuration: layers/mlp/down is \(6, 512, 128\)"
-    ):
+    with refused(r"does not fit its configuration: layers/mlp/down is \(6, 512, 128\)"):
         other = nn.define(
             dataclasses.replace(saved.config.model, d_ff=64), mesh=definition.layout.mesh
         )

@@ -12,7 +12,6 @@ from experiments import study
 from experiments.plan import __main__ as plan_study
 from ladder_jax import cli, nn, parallel
 from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, load
-from ladder_jax.errors import UserError
 from ladder_jax.plan import confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
@@ -21,6 +20,7 @@ from ladder_jax.schedule import models, targets
 from ladder_jax.train.run import _memory_explained
 from tests import cases
 from tests.changed import ROOT
+from tests.refusals import refused
 
 LARGE = dict(model="llama-3-70b", target="v5p:4x4x4", tokens=4_194_304, sequence=8192)
 FEW = dict(model="llama-3-70b", target="v5p:2x2x2", tokens=512, sequence=256)
@@ -419,7 +419,7 @@ def test_a_confirmed_answer(capsys, monkeypatch, tmp_path):
     ],
 )
 def test_mistakes(change, said):
-    with pytest.raises(UserError, match=re.escape(said)):
+    with refused(re.escape(said)):
         candidates(**LARGE | change)
 
 
@@ -430,7 +430,7 @@ def test_running_out_of_memory_names_the_planner():
     error = jax.errors.JaxRuntimeError
     asked = "ladder-jax plan --model MODEL --target TARGET --tokens 2048 --sequence 128"
     said = rf"^not enough memory on cpu .*Out of memory allocating 9 bytes\).*{asked}$"
-    with pytest.raises(UserError, match=said), _memory_explained(config, mesh):  # in one line
+    with refused(said), _memory_explained(config, mesh):  # in one line
         raise error("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
     with pytest.raises(error, match="INTERNAL: a bug"), _memory_explained(config, mesh):
         raise error("INTERNAL: a bug")

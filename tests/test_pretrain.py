@@ -14,7 +14,7 @@ from experiments.demo import __main__ as demo
 from experiments.pretrain import __main__ as study
 from ladder_jax import config, nn, parallel
 from ladder_jax.checkpoint.arrays import named
-from ladder_jax.errors import UserError
+from tests.refusals import refused
 
 HERE = study.HERE
 
@@ -184,7 +184,7 @@ def test_damaged_results(tmp_path, capsys, left, said):
     ],
 )
 def test_the_study_refuses_what_cannot_be(tmp_path, asked, said):
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         study.runs(**{"folder": tmp_path, "overrides": [], "seeds": 1, **asked})
 
 

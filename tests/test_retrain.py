@@ -13,12 +13,13 @@ import pytest
 from ladder_jax import checkpoint, config, files, nn, parallel, train
 from ladder_jax.checkpoint import manifest
 from ladder_jax.config import DecodeConfig
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed
 from ladder_jax.pretrained.formats import define, open_model, open_source
 from ladder_jax.pretrained.transformer import load
 from ladder_jax.retrain import sources
 from ladder_jax.train import folder, metrics
 from tests import tokenizers
+from tests.refusals import refused
 
 RUN = [
     "train.steps=8",
@@ -184,13 +185,11 @@ def test_only_the_side_network_trains(trained, place, tmp_path):
     definition = model.define(tensor=1)
     scores = nn.compiled_logits(definition)(model.params(definition), np.array([prompt + new]))
     assert new == scores[0, len(prompt) - 1 : -1].argmax(-1).tolist()
-    with pytest.raises(
-        UserError, match="has a side network .model.side., which no other format has"
-    ):
+    with refused("has a side network .model.side., which no other format has"):
         open_source(side)
     loaded = load(side, mesh=parallel.make_mesh())
     np.testing.assert_array_equal(loaded(np.array([prompt + new])), scores)
-    with pytest.raises(UserError, match="'the model in memory' has a side network .model.side."):
+    with refused("'the model in memory' has a side network .model.side."):
         loaded.save(tmp_path / "saved")
 
 
@@ -217,7 +216,7 @@ def test_a_side_network_is_trained_further(trained, place, tmp_path):
         ),
         ([f"distill.teacher={side}"], "distill.teacher=.*: .* where None can be"),
     ):
-        with pytest.raises(UserError, match=said):
+        with refused(said):
             run(place, tmp_path / "wrong", *start, *wrong)
 
 
@@ -260,7 +259,7 @@ def test_a_start_that_has_changed_is_refused(trained, place, tmp_path):
     position = tmp_path / "copy" / "checkpoints" / "4" / "data" / "metadata"
     position.write_text(position.read_text().replace('"digest": "', '"digest": "0'))
     manifest.write(tmp_path / "copy" / "checkpoints" / "4")
-    with pytest.raises(UserError, match="train.start: .* is not the checkpoint any more"):
+    with refused("train.start: .* is not the checkpoint any more"):
         run(place, tmp_path / "copy", *EVERYTHING)
 
 
@@ -272,7 +271,7 @@ def test_a_start_that_has_changed_is_refused(trained, place, tmp_path):
     (["distill.teacher=start"], "would be the model itself"),
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_is_one_line(place, tmp_path, more, said):
-    with pytest.raises(UserError, match=said) as error:
+    with refused(said) as error:
         run(place, tmp_path / "run", *more)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()

@@ -22,8 +22,8 @@ import pytest
 
 from ladder_jax.data import tokenizer
 from ladder_jax.data.store import Store, build as building, sources
-from ladder_jax.errors import UserError
 from tests import cases, tokenizers
+from tests.refusals import refused
 
 TEXTS = [f"{'the cat sat on the mat ' * (index % 7)}number {index} é\n" for index in range(120)]
 
@@ -112,7 +112,7 @@ def test_tables_without_datasets(tmp_path, monkeypatch):
     assert len(sources.plan([str(tmp_path)])) == 2
     for name in ("f.parquet", "f.csv", "f.tar"):
         (tmp_path / name).write_bytes(b"PAR1")
-        with pytest.raises(UserError, match=r"needs datasets: pip install 'ladder-jax\[data\]'"):
+        with refused(r"needs datasets: pip install 'ladder-jax\[data\]'"):
             sources.plan([str(tmp_path / name)])
 
 
@@ -198,10 +198,7 @@ def test_a_worker_that_is_killed(book, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
         patched.setattr(building, "progress", kill)
-        with pytest.raises(
-            UserError,
-            match="a worker was killed, perhaps for its memory: run the same command again",
-        ):
+        with refused("a worker was killed, perhaps for its memory: run the same command again"):
             make([book[0]], out)
     os.truncate(next(out.glob("*.tokens")), 0)  # and the power failed
     make([book[0]], out)
@@ -225,9 +222,9 @@ def test_what_was_done_is_not_done_again(tmp_path):
     one.write_text(lines(TEXTS))
     two.write_text(lines(TEXTS[:50]) + '{"text": 3}\n' + lines(TEXTS[50:]))
     wrong = r"two.jsonl:51: no text in 'text' \(--field names it\): this is int"
-    with pytest.raises(UserError, match=wrong):
+    with refused(wrong):
         make(both, out, workers=1)
-    with pytest.raises(UserError, match="is not finished"):
+    with refused("is not finished"):
         Store(out)
     first = len(sources.plan([str(one)], most=500))
     done = {name: time for name, time in times(out).items() if int(name[:5]) < first}
@@ -247,7 +244,7 @@ def test_what_was_done_is_not_done_again(tmp_path):
         (dict(field="n"), "was begun with the tokenizer 'bytes' and the field 'text'"),
         (dict(tokens=words), "was begun with the tokenizer 'bytes' and the field 'text'"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             make(**dict(given=both, out=out) | other)
     assert everything(out) == before
 
@@ -257,9 +254,9 @@ def test_a_mistake_begins_nothing(tmp_path):
     out = tmp_path / "out"
     (tmp_path / "one.jsonl").write_text('{"body": "a"}')
     given = [tmp_path / "one.jsonl"]
-    with pytest.raises(UserError, match="this is an object with 'body'"):
+    with refused("this is an object with 'body'"):
         make(given, out, workers=1)
-    with pytest.raises(UserError, match="was begun with .* the field 'text'"):
+    with refused("was begun with .* the field 'text'"):
         make(given, out, workers=1, field="body", share=slice(0, None, 2))
     assert make(given, out, workers=1, field="body").documents == 1
 
@@ -274,7 +271,7 @@ def test_sources_that_change_meanwhile(tmp_path):
     both = [one, two]
     one.write_text(lines(TEXTS))
     two.write_text("no\n")
-    with pytest.raises(UserError, match="two.jsonl:1: not JSON"):
+    with refused("two.jsonl:1: not JSON"):
         make(both, out, workers=1)
     theirs = {"notes.txt": "n", "more.tokens": "m", "notes/00009.tokens": "9"}
     (out / "notes").mkdir()
@@ -292,7 +289,7 @@ def test_two_at_once(book, tmp_path):
     out = tmp_path / "out"
     with building._locked(out, shared=True):
         make([book[0]], out, share=slice(0, None, 9))
-        with pytest.raises(UserError, match="another `ladder-jax tokenize` is at work"):
+        with refused("another `ladder-jax tokenize` is at work"):
             make([book[0]], out)
 
 
@@ -328,14 +325,14 @@ def test_parts_are_the_store_of_one_command(book, tmp_path):
 )
 def test_lines_that_are_wrong(tmp_path, content, message):
     (tmp_path / "x.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(message) as caught:
         make([tmp_path / "x.jsonl"], tmp_path / "out", workers=1, most=5)
     assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_gzip(tmp_path):
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS * 20).encode())[:-900])
-    with pytest.raises(UserError, match="cannot read .*x.jsonl.gz'"):
+    with refused("cannot read .*x.jsonl.gz'"):
         list(sources.read(sources.plan([str(tmp_path / "x.jsonl.gz")])[0], field="text"))
 
 
@@ -377,7 +374,7 @@ def test_a_damaged_gzip(tmp_path):
 def test_damaged_stores(book, tmp_path, damage, message):
     shutil.copytree(book[1], tmp_path / "store")
     damage(tmp_path / "store")
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         documents(tmp_path / "store")
 
 
@@ -420,9 +417,7 @@ def test_a_token_that_no_tokenizer_has(words, tmp_path):
     content.tofile(file)
     store = Store(tmp_path / "out")
     assert len(store.read(0, 7)) == 7
-    with pytest.raises(
-        UserError, match=rf"00000.tokens' is damaged: it holds the token {words.vocab_size}"
-    ):
+    with refused(rf"00000.tokens' is damaged: it holds the token {words.vocab_size}"):
         store.read(0, 8)
 
 
@@ -433,10 +428,10 @@ def test_a_file_that_is_cut_while_it_is_read(book, tmp_path):
     store = Store(folder)
     assert len(store.read(0, 5)) == 5
     os.truncate(folder / "00000.tokens", 10)
-    with pytest.raises(UserError, match="00000.tokens' is damaged: it was complete .* cut short"):
+    with refused("00000.tokens' is damaged: it was complete .* cut short"):
         store.read(20, 5)
     (folder / "00001.tokens").unlink()
-    with pytest.raises(UserError, match="cannot read .*00001.tokens': No such file"):
+    with refused("cannot read .*00001.tokens': No such file"):
         store.read(book[2].shards[0].tokens, 1)
 
 
@@ -470,7 +465,7 @@ def test_a_corpus_is_not_a_store(tmp_path, name, content, said):
     (tmp_path / "a.txt").write_text("a text")
     before = everything(tmp_path)
     for out in (corpus, tmp_path / "link"):
-        with pytest.raises(UserError, match=said):
+        with refused(said):
             make([tmp_path / "a.txt"], out)
     assert everything(tmp_path) == before
 

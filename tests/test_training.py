@@ -18,6 +18,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.train import folder, metrics, session, step as steps
 from tests import cases, experts, reference, runs
 from tests.covering import marked
+from tests.refusals import refused
 
 RECIPE = TrainConfig(
     steps=100, batch=4, sequence=9, warmup_steps=10, clip_norm=0.05, learning_rate=1e-2
@@ -160,7 +161,7 @@ def test_the_profilers_port(uninterrupted, book):
 def test_a_changed_configuration_is_refused(uninterrupted, book):
     directory, _ = uninterrupted
     before = sorted(p.stat().st_mtime_ns for p in directory.rglob("*"))
-    with pytest.raises(UserError, match="train.learning_rate was 0.004, now 0.1"):
+    with refused("train.learning_rate was 0.004, now 0.1"):
         run(book, directory, "train.learning_rate=0.1")
     assert sorted(p.stat().st_mtime_ns for p in directory.rglob("*")) == before
 
@@ -171,27 +172,27 @@ def test_a_run_without_steps_may_be_begun_anew(book, tmp_path, monkeypatch):
     """
     directory = tmp_path / "run"
     other = ["train.steps=1", "train.batch=2"]
-    with monkeypatch.context() as patched, pytest.raises(UserError, match="out of memory"):
+    with monkeypatch.context() as patched, refused("out of memory"):
         patched.setattr(session.Session, "run", mock.Mock(side_effect=UserError("out of memory")))
         run(book, directory)
     given = config.load("tiny", overrides=runs.words(book, directory, *other))
     start = dataclasses.replace(given, train=dataclasses.replace(given.train, start="elsewhere"))
     part = directory / "checkpoints" / "1"
     for wrong in (start, given):
-        with pytest.raises(UserError, match="train.batch was 4, now 2"):
+        with refused("train.batch was 4, now 2"):
             folder.check(wrong, directory)
         part.mkdir(parents=True, exist_ok=True)
     part.rmdir()
     run(book, directory, *other)
     assert json.loads((directory / "config.json").read_text())["train"]["batch"] == 2
     assert [row["tokens"] for row in metrics.read(directory)] == [2 * 32]
-    with pytest.raises(UserError, match="train.batch was 2, now 4"):
+    with refused("train.batch was 2, now 4"):
         run(book, directory)
 
 
 def test_a_folder_of_something_else_is_left_alone(book, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="is not empty and holds no config.json"):
+    with refused("is not empty and holds no config.json"):
         run(book, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -200,7 +201,7 @@ def test_a_folder_among_the_data(tmp_path, monkeypatch):
     """As `data.path=.` is: the first checkpoint would have been the last, as the data had changed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("the cat sat on the mat. " * 400)
-    with pytest.raises(UserError, match=r"run' lies in data.path='\.': its own files would become"):
+    with refused(r"run' lies in data.path='\.': its own files would become"):
         run(".", tmp_path / "runs" / "run")
     assert os.listdir(tmp_path) == ["book.txt"]
     run("book.txt", tmp_path / "runs" / "run", "train.steps=1")
@@ -209,7 +210,7 @@ def test_a_folder_among_the_data(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["caf\udce9", "a\0b"])
 def test_a_folder_that_no_checkpoint_could_be_written_to(book, tmp_path, name):
     """Of bytes that are no UTF-8: the run would have gone on, without its checkpoints."""
-    with pytest.raises(UserError, match="is not UTF-8 text, as checkpoints need it"):
+    with refused("is not UTF-8 text, as checkpoints need it"):
         run(book, tmp_path / name)
     assert os.listdir(tmp_path) == []
 
@@ -228,6 +229,6 @@ def test_a_folder_that_no_checkpoint_could_be_written_to(book, tmp_path, name):
 )
 def test_text_that_cannot_be_trained_on(tmp_path, make, message):
     make(tmp_path / "text")
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         run(tmp_path / "text", tmp_path / "run")
     assert not (tmp_path / "run").exists()
