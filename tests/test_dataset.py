@@ -140,9 +140,8 @@ def test_a_mixture_is_by_weight_and_each_store_whole(book, tmp_path):
 )
 def test_mixtures_that_are_wrong(tmp_path, content, message):
     (tmp_path / "m.yaml").write_text(content)
-    with refused(message) as caught:
+    with refused(message):
         load(tmp_path / "m.yaml")
-    assert "\n" not in str(caught.value)
 
 
 def test_stores_that_cannot_be_used(book, tmp_path):

@@ -151,9 +151,8 @@ def test_another_mask_is_other_data(tmp_path):
 ], ids=str)  # fmt: skip
 def test_what_is_no_example(tmp_path, byte_level, content, said):
     (tmp_path / "a.jsonl").write_text(content)
-    with refused(said) as error:
+    with refused(said):
         load(str(tmp_path), tokenizer=byte_level)
-    assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_examples_and_a_damaged_archive(tmp_path):

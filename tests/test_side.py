@@ -320,9 +320,8 @@ def test_the_sizes_of_the_network():
      " model.moe.top_k=2 model.moe.expert_width=8", "model.side is for dense models only"),
 ], ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):
-    with refused(said) as error:
+    with refused(said):
         config.load("tiny", overrides=given.split())
-    assert "\n" not in str(error.value)
 
 
 def test_all_weights_do_not_train_beside_a_side_network():

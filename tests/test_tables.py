@@ -89,9 +89,8 @@ BROKEN = {
 def test_what_is_no_table(tmp_path, name):
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
-    with refused(f"{name}: {message}") as caught:
+    with refused(f"{name}: {message}"):
         texts(tmp_path / name)
-    assert "\n" not in str(caught.value)
 
 
 def test_damage_in_the_middle(tmp_path):

@@ -130,9 +130,8 @@ def test_a_teacher_is_computed_on_its_own_number_of_ranks(residual):
     student = as_standard(define(tensor=2))
     theirs = dataclasses.replace(student.config, residual=residual, ranks=4)
     wrong = rf"distill.teacher='theirs': .* {residual} .*ranks=4.* on 2 .*mesh.tensor=4.*distill.residual=standard"
-    with refused(wrong) as error:
+    with refused(wrong):
         taught(student, theirs)
-    assert "\n" not in str(error.value)
     assert taught(student, theirs, residual="standard").teacher.config.ranks is None
     assert taught(student, dataclasses.replace(theirs, ranks=2)).teacher.config.ranks == 2
     emulated = cases.define("ladder-fresh", ranks=4, **TWO)
@@ -170,9 +169,8 @@ def test_what_was_refitted_is_of_one_topology(tmp_path):
             "conversion.steps=4: .*half' were refitted, .*train.start=PATH.*conversion.steps=0",
         ),
     ):
-        with refused(said) as error:
+        with refused(said):
             of_run(*more)
-        assert "\n" not in str(error.value)
 
 
 def test_a_teacher_of_other_tokens(tmp_path):

@@ -169,9 +169,8 @@ def test_what_templates_may_use(tmp_path, template, text):
     ],
 )
 def test_templates_that_do_not_work(tmp_path, template, message):
-    with refused(message) as caught:
+    with refused(message):
         rendered(tmp_path, template)
-    assert "\n" not in str(caught.value)
 
 
 def test_templates_in_the_configuration(tmp_path):
@@ -251,9 +250,8 @@ EMPTY = dict(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[], 
 def test_files_that_are_wrong(tmp_path, damage, message):
     folder = pathlib.Path(tokenizers.folder(tmp_path / "t"))
     damage(folder)
-    with refused(message) as caught:
+    with refused(message):
         tokenizer.load(folder)
-    assert "\n" not in str(caught.value)
 
 
 def test_mistakes(tmp_path):

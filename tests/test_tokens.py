@@ -325,9 +325,8 @@ def test_parts_are_the_store_of_one_command(book, tmp_path):
 )
 def test_lines_that_are_wrong(tmp_path, content, message):
     (tmp_path / "x.jsonl").write_bytes(content)
-    with refused(message) as caught:
+    with refused(message):
         make([tmp_path / "x.jsonl"], tmp_path / "out", workers=1, most=5)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_gzip(tmp_path):
