@@ -39,6 +39,13 @@ def parser(doc: str, *, name: str) -> argparse.ArgumentParser:
     )
 
 
+def add_overrides(to: argparse.ArgumentParser, *, of: str) -> None:
+    """Settings, as `ladder-jax train` takes them, in place of a file's."""
+    to.add_argument(
+        "overrides", nargs="*", metavar="path.to.field=value", help=f"settings that replace {of}"
+    )
+
+
 # Results.
 
 

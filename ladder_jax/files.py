@@ -57,7 +57,7 @@ def on_disk(path: str | os.PathLike) -> pathlib.Path:
     like, which as a path would be a folder of that name here.
     """
     if is_remote(path):
-        raise UserError(f"{str(path)!r} is no place on a disk: write there, and copy it")
+        raise UserError(f"{str(path)!r} is in an object store: write to a disk, then copy it")
     return local_path(path)
 
 

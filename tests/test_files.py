@@ -170,8 +170,10 @@ def test_an_address_is_no_folder_here(words, tmp_path, monkeypatch, capsys):
     before = os.listdir(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert cli.main(words.split()) == 2
-    assert f"{words.split()[-1]!r} is no place on a disk" in capsys.readouterr().err
-    with refused("'gs://b/x' is no place on a disk"):
+    assert (
+        f"{words.split()[-1]!r} is in an object store: write to a disk" in capsys.readouterr().err
+    )
+    with refused("'gs://b/x' is in an object store: write to a disk"):
         pretrained.write_huggingface(pretrained.open("model"), "gs://b/x")
     assert os.listdir(tmp_path) == before
 

@@ -24,12 +24,7 @@ EXPERTS = "experts.yaml", pathlib.Path("runs/moe-demo"), ("farskip", "ladder", "
 
 def main(arguments: list[str]) -> int:
     parser = study.parser(__doc__, name="demo")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="path.to.field=value",
-        help="settings that replace its file's",
-    )
+    study.add_overrides(parser, of="its file's")
     parser.add_argument("--experts", action="store_true", help="mixtures of experts")
     args = parser.parse_intermixed_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

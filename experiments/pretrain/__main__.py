@@ -32,12 +32,7 @@ RANKS, SHAPE, MACHINE = 8, "ladder-1b", "h100-nvlink"  # of the predicted time
 
 def main(argv: list[str]) -> int:
     parser = study.parser(__doc__, name="pretrain")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="path.to.field=value",
-        help="settings that replace study.yaml's",
-    )
+    study.add_overrides(parser, of="study.yaml's")
     parser.add_argument(
         "--runs", type=pathlib.Path, default=pathlib.Path("runs/pretrain"), metavar="DIR"
     )

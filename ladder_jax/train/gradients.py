@@ -212,6 +212,7 @@ def mean_loss(
     """
     task = Pretraining(definition)
     compiled = held_out_loss(task, loop=loop)
+    # here ids have values, inside the program they have none
     return lambda params, batch: compiled(params, {}, _checked(batch, task, trained=params))
 
 
