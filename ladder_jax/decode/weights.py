@@ -146,7 +146,8 @@ def _stored(quantize, dtype, array, dims):
 
 def _dtype(dtype, dims):
     """Norm gains and routers stay float32: they multiply in it."""
-    return dtype if len(dims.removeprefix("L")) > 1 and dims != ROUTER else jnp.float32
+    dims = dims.removeprefix("L")
+    return dtype if len(dims) > 1 and dims != ROUTER else jnp.float32
 
 
 def _check_inference(definition):
