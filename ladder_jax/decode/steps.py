@@ -97,7 +97,7 @@ def prefill(
         caches = empty_cache(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
         x, caches = nn.hidden(
             definition,
-            params,
+            weights.by_layer(definition, params, loop=execution.loop),
             tokens,
             execution=execution,
             caches=caches,
@@ -137,7 +137,7 @@ def extend(
     def local(params, caches, tokens, start, lengths):
         x, caches = nn.hidden(
             definition,
-            params,
+            weights.by_layer(definition, params, loop=execution.loop),
             tokens,
             execution=execution,
             caches=caches,
@@ -425,7 +425,7 @@ def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:
     def one(params, caches, tokens, lengths):
         x, caches = nn.hidden(
             definition,
-            params,
+            weights.by_layer(definition, params, loop=execution.loop),
             tokens[:, None],
             execution=execution,
             caches=caches,

@@ -1,5 +1,8 @@
 """Parameters as inference reads them: matrices in the compute dtype or in 8 bits; unrolled, each
-layer's arrays apart.
+layer's matrices apart.
+
+Gains and biases stay stacked: a call takes as many arrays fewer, which the host hands over, and XLA
+reads a layer's in the fusion that uses it.
 
 They are built one array at a time: each is read, cast or quantized, and stacked before the next is
 read. So the devices never hold more than the finished arrays and one array as it is stored.
@@ -78,6 +81,23 @@ def assemble(
     return _arranged(definition, parameters, make, loop=loop)
 
 
+def by_layer(definition: ModelDef, params: Params, *, loop: Loop) -> Params:
+    """`prepare`'s arrays as a forward pass takes them: unrolled, each stack as a tuple with each
+    layer's own.
+    """
+    if loop is Loop.SCAN:
+        return params
+    of_layers = {}
+    for name, layers in stacks(definition.config).items():
+        of_layers[name] = tuple(_layer_of(params[name], layer) for layer in range(len(layers)))
+    return {**params, **of_layers}
+
+
+def _layer_of(stack, layer):
+    is_own = lambda node: isinstance(node, tuple)
+    return jax.tree.map(lambda a: a[layer], stack, is_leaf=is_own)
+
+
 def _stack_for(layers, array):
     """Zeros for so many arrays like this one."""
     sharding = NamedSharding(array.sharding.mesh, PartitionSpec(None, *array.sharding.spec))
@@ -119,7 +139,7 @@ def needed_bytes(
         # what is stored as it is read is not made again
         beside = read if size != read else 0
         # its stack is allocated before the first layer is read
-        beside += size if loop is Loop.SCAN and one.layers else 0
+        beside += size if one.is_stacked(loop) else 0
         done += size * (one.layers or 1)
         most = max(most, done + beside)
     return done, most
@@ -171,6 +191,16 @@ class _Parameter(NamedTuple):
     layers: int
     share: int
 
+    def is_stacked(self, loop: Loop) -> bool:
+        return self.layers > 0 and (loop is Loop.SCAN or not _is_apart(self.dims))
+
+
+def _is_apart(dims):
+    """Whether, unrolled, each layer's is an array of its own: a slice of a stack would be copied
+    before its matmul.
+    """
+    return quantized.is_matrix(dims) or dims.removeprefix("L") == ROUTER
+
 
 def _parameters(definition):
     """The largest arrays first: then the least is held beside them."""
@@ -186,23 +216,16 @@ def _parameters(definition):
 
 
 def _arranged(definition, parameters, make, *, loop):
-    """The tree of make(parameter, dims); unrolled, of one layer's arrays, for each of a stack's
-    layers.
-    """
-    unrolled = stacks(definition.config) if loop is Loop.UNROLLED else {}
-    layers = {stack: [{} for _ in of] for stack, of in unrolled.items()}
-    done = {}
+    """The tree of make(parameter, dims): one array, or a tuple of each layer's own."""
+    made = {}
     for one in parameters:
-        stack, _, below = one.name.partition("/")
-        if stack in layers:
-            for layer in layers[stack]:
-                layer[below] = make(one, one.dims)
+        if one.is_stacked(loop):
+            made[one.name] = make(one, f"L{one.dims}")
+        elif one.layers:
+            made[one.name] = tuple(make(one, one.dims) for _ in range(one.layers))
         else:
-            done[one.name] = make(one, f"L{one.dims}" if one.layers else one.dims)
-    done = traverse_util.unflatten_dict(done, sep="/")
-    for stack, of in layers.items():
-        done[stack] = tuple(traverse_util.unflatten_dict(layer, sep="/") for layer in of)
-    return done
+            made[one.name] = make(one, one.dims)
+    return traverse_util.unflatten_dict(made, sep="/")
 
 
 def _kept(layout, quantize, dtype, array, dims):
@@ -219,23 +242,28 @@ def _stays(layout, quantize, dtype, array, dims):
 
 
 def _in_memory(definition, params, *, loop, quantize):
-    """A module's arrays at a time; unrolled, a layer's of a stack."""
+    """A module's arrays at a time; unrolled, a layer's matrices of a stack."""
     form = definition.layout, quantize, definition.config.dtype.value
     unrolled = stacks(definition.config) if loop is Loop.UNROLLED else {}
     stored = {}
     for name, part in params.items():
         arrays, structure = jax.tree.flatten(part)
         dims = jax.tree.leaves(definition.dims[name])
-        if name in unrolled:
-            convert = _converter(*form, tuple(one.removeprefix("L") for one in dims))
-            layers = [convert(tuple(arrays), layer) for layer in range(len(unrolled[name]))]
-            stored[name] = tuple(map(structure.unflatten, layers))
-            continue
-        changes = [at for at, array in enumerate(arrays) if not _stays(*form, array, dims[at])]
-        convert = _converter(*form, tuple(dims[at] for at in changes))
-        changed = convert(tuple(arrays[at] for at in changes), None) if changes else ()
-        for at, array in zip(changes, changed, strict=True):
-            arrays[at] = array
+        layers = range(len(unrolled.get(name, ())))
+        each = [at for at, one in enumerate(dims) if layers and _is_apart(one)]
+        if each:
+            convert = _converter(*form, tuple(dims[at].removeprefix("L") for at in each))
+            taken = tuple(arrays[at] for at in each)
+            converted = zip(*(convert(taken, layer) for layer in layers), strict=True)
+            for at, of_layers in zip(each, converted, strict=True):
+                arrays[at] = of_layers
+        others = set(range(len(arrays))).difference(each)
+        changes = [at for at in others if not _stays(*form, arrays[at], dims[at])]
+        if changes:
+            convert = _converter(*form, tuple(dims[at] for at in changes))
+            changed = convert(tuple(arrays[at] for at in changes), None)
+            for at, array in zip(changes, changed, strict=True):
+                arrays[at] = array
         stored[name] = structure.unflatten(arrays)
     return stored
 
