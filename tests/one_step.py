@@ -20,7 +20,11 @@ def decode(definition, *, loop=Loop.UNROLLED, launch=Launch.AUTO, quantize=Quant
     dims = steps.cache_dims(definition, loop=loop)
     in_dims = (weights.dims(definition, loop=loop, quantize=quantize), dims, "B", "B")
     execution = Execution(loop=loop, launch=steps._launch(definition, launch))
-    step = steps.step(definition, execution=execution)
+    one = steps.step(definition, execution=execution)
+
+    def step(params, *rest):
+        return one(weights.by_layer(definition, params, loop=loop), *rest)
+
     ranked = over_ranks(step, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims))
     return jax.jit(
         on_mesh(ranked, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims))

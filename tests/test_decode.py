@@ -59,6 +59,12 @@ def check(definition, prefill, step, *, full, loop):
     assert np.isneginf(np.asarray(logits)[:, 251:]).all()
 
 
+def test_a_layer_hands_over_its_matrices_alone():
+    """Each array costs the host time in every call: 7 a layer, two gains of all, and three."""
+    shapes = weights.abstract(cases.define("ladder", num_layers=5), loop=Loop.UNROLLED)
+    assert len(jax.tree.leaves(shapes)) == 7 * 5 + 2 + 3
+
+
 def generator(name="ladder", **mesh):
     definition = cases.define(name, num_layers=1, **mesh)
     return decode.Generator(definition, cases.placed(definition))

@@ -291,6 +291,8 @@ def decode_many(
 
     def local(params, caches, seen, tokens, lengths, settings):
         choose = _chooser(definition, choice, settings)
+        # before the loop, which would slice the gains again for every token
+        params = weights.by_layer(definition, params, loop=loop)
 
         def turn(carry, _):
             caches, seen, tokens, lengths = carry
@@ -420,12 +422,14 @@ def _caches(definition, leaf, *, loop, rows, capacity, shares=1):
 def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:
     """On one rank: (params, caches, tokens [B], lengths [B]) -> (logits [B, V/ranks], caches), one
     position a row.
+
+    params: as `weights.by_layer` has them.
     """
 
     def one(params, caches, tokens, lengths):
         x, caches = nn.hidden(
             definition,
-            weights.by_layer(definition, params, loop=execution.loop),
+            params,
             tokens[:, None],
             execution=execution,
             caches=caches,
