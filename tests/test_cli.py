@@ -1,6 +1,7 @@
 """The command line as a user meets it: processes, exit statuses, one line for a mistake."""
 
 import contextlib
+import enum
 import io
 import json
 import os
@@ -13,7 +14,7 @@ import jax
 import pytest
 
 from ladder_jax import cli, terminal
-from ladder_jax.cli import chat, generate
+from ladder_jax.cli import chat, generate, verbs
 from ladder_jax.errors import one_line
 from ladder_jax.schedule import targets
 
@@ -230,6 +231,14 @@ def test_control_characters_reach_no_terminal(capsys, monkeypatch, tmp_path):
     line = capsys.readouterr().err.removesuffix("\n")
     assert line.isprintable()
     assert all(word in line for word in ("é 東京", "x1b", "u202e"))
+
+
+def test_a_help_names_every_word_of_an_option():
+    options = [pair for verb in verbs.VERBS.values() for pair in verb.arguments.items()]
+    for usage, given in options:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, enum.EnumMeta):
+            assert all(str(one.value) in given["help"] for one in kind), usage
 
 
 def test_a_message_is_one_line():

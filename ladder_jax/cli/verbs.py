@@ -87,12 +87,15 @@ DECODED = {
     **OPENED,
     "--quantize QUANTIZE": typed(Quantize, "int8: the weights in 8 bits; none (the default)"),
     "--interleave N": typed(
-        Interleave, "2: read prompts in two halves in turn; auto: where predicted to be faster"
+        Interleave,
+        "1 (the default), 2: read prompts in two halves in turn; auto: where predicted to be faster",
     ),
 }
-MODEL = {"--model MODEL": needed("a preset, such as llama-3-70b, or any model")}
+MODEL = {
+    "--model MODEL": needed("a preset, such as llama-3-70b, a config file, or any model"),
+}
 CAPACITY = {"--capacity C": real("of --experts exchange: an expert's rows, at most, over the mean")}
-LAYERS = {"--layers N": count("layers (default: the preset's)")}
+LAYERS = {"--layers N": count("layers (default: the model's)")}
 
 VERBS = {
     "doctor": Verb(
@@ -131,7 +134,7 @@ VERBS = {
         "ladder-jax convert SmolLM2-135M.gguf runs/smollm2 --ladder-layers 15 --calibration text.txt",
         "ladder_jax.pretrained.convert:run",
         {
-            "source SOURCE": "a Hugging Face folder, a GGUF file, or a checkpoint",
+            "source SOURCE": OPENED["checkpoint MODEL"],
             "destination DESTINATION": "the folder to write, which must not be there yet",
             "--ladder-layers WHICH": "N: the last N; i,j: 0-based layers; all; auto:N: chosen by what they cost on"
             " --calibration",
@@ -296,7 +299,9 @@ VERBS = {
             "--residual NAME": needed("standard, ladder, ladder-fresh, ..."),
             "--ladder-layers WHICH": "a hybrid: N (the last N layers), i,j or all",
             "--loop LOOP": typed(Loop, "scan or unrolled (default: unrolled; scan for train)"),
-            "--remat REMAT": typed(Remat, "for train: none (the default), full or save-matmuls"),
+            "--remat REMAT": typed(
+                Remat, "for train: none (the default), full, save-matmuls or offload"
+            ),
             "--launch LAUNCH": typed(
                 Launch, "for prefill and decode: explicit, chained, or auto (the default)"
             ),
@@ -335,14 +340,14 @@ VERBS = {
         "ladder-jax plan --model llama-3-70b --target v5p:4x4x4 --tokens 4194304 --sequence 8192",
         "ladder_jax.plan.plans:run",
         {
-            "--model MODEL": needed("a preset, such as llama-3-70b, a config file, or any model"),
+            **MODEL,
             "--target TARGET": needed(
                 "v5p:4x4x4, v6e:4x4, tpu7x:2x2x1, h100:8, b200:16, cpu:8, ..."
             ),
             "--tokens N": dict(count("of one optimizer step, over all devices"), required=True),
             "--sequence T": dict(count("tokens a sequence (default 2048)"), default=2048),
             "--residual NAME": "standard, ladder, ... (default: the model's)",
-            "--layers N": count("layers (default: the model's)"),
+            **LAYERS,
             "--capacity C": real(
                 "an expert's rows, at most, over the mean (default: the model's); exchanging rows (mesh.experts)"
                 " needs it"
@@ -364,7 +369,7 @@ VERBS = {
         "ladder-jax bench --model llama-3.2-1b --residual standard,ladder --batch 1,16 --plot speed.png",
         "ladder_jax.bench.result:run",
         {
-            "--model MODEL": needed("a preset, or any model; weights are random"),
+            "--model MODEL": needed("a preset, a config file, or any model; weights are random"),
             "--residual NAME[,NAME]": needed("standard, ladder, ladder-fresh, ..."),
             "--batch B[,B]": "rows at once (default 1,4,16,64)",
             "--interleave N[,N]": "1,2 times each prefill as a whole batch and in two halves (default 1)",
