@@ -1,5 +1,6 @@
 """README and site: what is shown there runs, exists, and is what the results say."""
 
+import ast
 import doctest
 import json
 import os
@@ -200,6 +201,21 @@ def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(path.read_text())):
         if not urllib.parse.urlsplit(target).scheme:
             assert (path.parent / target.partition("#")[0]).exists(), target
+
+
+OTHERS = "Terminating process", "Cannot access gated repo"  # messages of jax and of the Hub
+
+
+def test_the_messages_of_troubleshooting_are_said():
+    """Three words in a row of each, as the rest may be values."""
+    code = [ast.parse(path.read_text()) for path in (ROOT / "ladder_jax").rglob("*.py")]
+    texts = [n.value for tree in code for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+    said = " ".join(filter(lambda text: isinstance(text, str), texts))
+    quoted = re.findall(r"^\| `(.*?)`", (DOCS / "troubleshooting.md").read_text(), re.M)
+    for message in quoted:
+        words = message.split()
+        threes = [" ".join(words[at : at + 3]) for at in range(len(words) - 2)]
+        assert message.startswith(OTHERS) or any(three in said for three in threes), message
 
 
 def test_the_table_is_what_was_measured_and_is_predicted():
