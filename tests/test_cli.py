@@ -99,7 +99,7 @@ MISTAKES = {
     "train tiny mesh.tensor=8 mesh.data=2": "needs 16 devices, but this machine has 8",
     "train tiny --cpu-devices 0": "--cpu-devices must be positive",
     "train tiny model.vocab_size=100": "too small for bytes",
-    "train tiny train.keep_best=1 train.evaluate_every=0": "must be a multiple of train.evaluate_every=0",
+    "train tiny train.keep_best=1 train.evaluate_every=0": "train.evaluate_every=0 must divide train.checkpoint_every",
     "train tiny train.on_bad_step=skp": "did you mean 'skip'?",
     "train tiny --profile 5:2": "--profile 5:2: not FIRST:LAST",
     f"train tiny --profile {'9' * 5000}": "--profile 9999",

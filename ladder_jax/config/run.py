@@ -205,8 +205,8 @@ class TrainConfig(Section):
         check(
             not self.keep_best
             or (self.evaluate_every and self.checkpoint_every % self.evaluate_every == 0),
-            f"train.keep_best={self.keep_best} needs a held-out loss at every checkpoint: train.checkpoint_every="
-            f"{self.checkpoint_every} must be a multiple of train.evaluate_every={self.evaluate_every}",
+            f"train.keep_best={self.keep_best} needs a held-out loss at every checkpoint: train.evaluate_every="
+            f"{self.evaluate_every} must divide train.checkpoint_every={self.checkpoint_every}",
         )
         check(
             self.spike_factor == 0 or self.spike_factor > 1,
