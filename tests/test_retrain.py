@@ -12,8 +12,9 @@ import pytest
 
 from ladder_jax import checkpoint, config, files, nn, parallel, train
 from ladder_jax.checkpoint import manifest
-from ladder_jax.config import DecodeConfig
+from ladder_jax.config import DecodeConfig, Phase
 from ladder_jax.errors import RunFailed
+from ladder_jax.overlap import request as overlaps
 from ladder_jax.pretrained.formats import define, open_model, open_source
 from ladder_jax.pretrained.transformer import load
 from ladder_jax.retrain import sources
@@ -187,6 +188,8 @@ def test_only_the_side_network_trains(trained, place, tmp_path):
     assert new == scores[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     with refused("has a side network .model.side., which no other format has"):
         open_source(side)
+    with refused("ladder-jax overlap does not count a side network .model.side."):
+        overlaps.make(target="cpu:8", model=str(side), phase=Phase.DECODE, residual="ladder")
     loaded = load(side, mesh=parallel.make_mesh())
     np.testing.assert_array_equal(loaded(np.array([prompt + new])), scores)
     with refused("'the model in memory' has a side network .model.side."):

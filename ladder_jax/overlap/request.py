@@ -106,6 +106,7 @@ def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
     """
     parsed = targets.parse(target)
     config = models.by_name(model)
+    models.check_alone(config, verb="overlap")
     given = {name: value for name, value in options.items() if value is not None}
     decodes = phase is Phase.DECODE
     prompt = given.get("prompt_length", 1024)
