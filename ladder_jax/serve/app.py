@@ -181,8 +181,8 @@ def create(
         about = dict(name=kind.__name__, openapi_extra=_described(path, kind))
         api.add_api_route(path, answering(kind), methods=["POST"], **about)
 
-    @api.get("/health")
     @api.head("/health", include_in_schema=False)  # load balancers ask with HEAD
+    @api.get("/health")  # the first to be known, which the refusal of another method names
     async def health() -> Response:
         if service.engine.error:
             return json_response({"status": "failed"}, status=503)

@@ -201,6 +201,8 @@ def test_wrong_paths_methods_and_types(url):
     status, headers, answer = ask(url, "/v1/completions")
     assert (status, headers["Allow"]) == (405, "POST")
     assert answer["error"]["message"] == "GET is not for /v1/completions (allowed: POST)"
+    status, headers, _ = ask(url, "/health", LONG)
+    assert (status, headers["Allow"]) == (405, "GET")
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         status, _, answer = ask(url, body=LONG, headers={"Content-Type": kind})
         assert status == 415
