@@ -438,6 +438,15 @@ def test_a_faster_kernel_of_the_opponents(predicted, tmp_path, monkeypatch):
     assert f"in the first two rows {with_it} and {chained} times" in " ".join(README.split())
 
 
+def test_the_speed_over_the_fastest_standard_in_the_pretraining_study(predicted):
+    text = (ROOT / "experiments/pretrain/README.md").read_text()
+    words = re.search(r"^    ladder-jax (predict .* --batch 4)$", text, re.M)[1]
+    answer, speedups = predicted(words)
+    assert answer["baseline"]["interleave"] == 2
+    shown = f"over one in two halves Ladder has {speedups['ladder']} times the speed"
+    assert shown in " ".join(text.split())
+
+
 def test_the_advice_is_what_predict_prints(prints):
     text = (DOCS / "guides/speed.md").read_text()
     (words, quoted) = re.search(
