@@ -338,7 +338,7 @@ def test_no_whole_checkpoint_is_no_fresh_start(book, resumable):
     for path in (resumable / "checkpoints").iterdir():
         (path / "manifest.json").write_text("{}")
     with pytest.raises(
-        Damaged, match="manifest.json is damaged, and there is no whole one before it"
+        Damaged, match="is damaged, and there is no whole one before it: choose another run.dir"
     ):
         run(book, resumable, "run.on_damaged=previous")
 

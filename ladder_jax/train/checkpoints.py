@@ -149,7 +149,9 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
                     f"{damaged} (run.on_damaged=previous puts it aside and goes on from there)"
                 ) from None
             if step == saved[0]:
-                raise Damaged(f"{damaged}, and there is no whole one before it") from None
+                raise Damaged(
+                    f"{damaged}, and there is no whole one before it: choose another run.dir"
+                ) from None
             with explained(folder, "write into"):  # it does not count without its manifest
                 (path / manifest.NAME).rename(path / manifest.DAMAGED)
             context.say(f"{damaged}: put aside, its manifest as {manifest.DAMAGED}")
