@@ -67,6 +67,15 @@ def absolute(path: str | os.PathLike) -> AnyPath:
     return found if is_remote(path) else found.absolute()
 
 
+def check_storable(what: str, folder: AnyPath) -> None:
+    """Raises UserError for a folder that tensorstore could not write to, or not read again."""
+    if re.search(r"[\0\ud800-\udfff]|\.__lock(/|$)", str(folder)):  # \ud800-: they stand for bytes
+        raise UserError(
+            f"{what}{str(folder)!r} cannot hold checkpoints: the path must be UTF-8 text,"
+            " and no name in it may end in .__lock"
+        )
+
+
 def is_remote(path: str | os.PathLike) -> bool:
     """Whether it has a scheme, as gs://bucket/name has."""
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)))

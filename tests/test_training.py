@@ -207,10 +207,10 @@ def test_a_folder_among_the_data(tmp_path, monkeypatch):
     run("book.txt", tmp_path / "runs" / "run", "train.steps=1")
 
 
-@pytest.mark.parametrize("name", ["caf\udce9", "a\0b"])
+@pytest.mark.parametrize("name", ["caf\udce9", "a\0b", "a.__lock/b"])
 def test_a_folder_that_no_checkpoint_could_be_written_to(book, tmp_path, name):
     """Of bytes that are no UTF-8: the run would have gone on, without its checkpoints."""
-    with refused("is not UTF-8 text, as checkpoints need it"):
+    with refused("cannot hold checkpoints: the path must be UTF-8 text"):
         run(book, tmp_path / name)
     assert os.listdir(tmp_path) == []
 

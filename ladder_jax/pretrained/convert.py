@@ -19,7 +19,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.config.fields import member
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.files import local_path, on_disk, text_of
+from ladder_jax.files import check_storable, local_path, on_disk, text_of
 from ladder_jax.pretrained import formats, refit as refits, sensitivity, staging
 from ladder_jax.pretrained.formats import Format
 from ladder_jax.pretrained.huggingface import config as huggingface_config
@@ -220,6 +220,8 @@ def run(args: dict) -> None:
     nn.define(request.model, mesh=parallel.make_mesh())
     if request.format is Format.HUGGING_FACE:  # not after hours of measuring and refitting
         huggingface_config.check(request.model)
+    else:
+        check_storable("", request.destination)
     destination = request.destination
     settings = request.refit
     staging.check_free(destination)

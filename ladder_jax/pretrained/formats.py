@@ -31,7 +31,15 @@ from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Generator, default_tensor
 from ladder_jax.decode.weights import Reader
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.files import AnyPath, absolute, explained, is_remote, local_path, on_disk
+from ladder_jax.files import (
+    AnyPath,
+    absolute,
+    check_storable,
+    explained,
+    is_remote,
+    local_path,
+    on_disk,
+)
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
@@ -228,6 +236,8 @@ def save(source: Source, destination: str | os.PathLike, *, format: Format) -> N
     """
     check_type("destination", destination, str, os.PathLike)
     place = on_disk(destination).absolute()
+    if format is Format.CHECKPOINT:
+        check_storable("", place)
     staging.check_room(place, size=source.nbytes)
     with staging.staged(place) as folder:
         write(source, folder, format=format, place=place)

@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import signal
 import socket
 import threading
@@ -151,8 +150,7 @@ def path_of(config: RunConfig) -> AnyPath:
     a name that tensorstore could not write to.
     """
     folder = absolute(config.run.dir or pathlib.Path("runs") / config.run.name)
-    if re.search("[\0\ud800-\udfff]", str(folder)):  # the latter stand for bytes
-        raise UserError(f"run.dir={str(folder)!r} is not UTF-8 text, as checkpoints need it")
+    files.check_storable("run.dir=", folder)
     return folder
 
 

@@ -131,6 +131,7 @@ def test_what_is_there_stays(small, tmp_path, mistake):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
     assert "is there already" in mistake("convert", small, tmp_path / "mine")
+    assert "cannot hold checkpoints" in mistake("convert", small, tmp_path / "a.__lock")
     folder = tmp_path / ".out.converting"
     folder.mkdir()
     lock = os.open(folder / staging.LOCK, os.O_RDWR | os.O_CREAT)
