@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -204,6 +205,18 @@ def test_a_reader_that_leaves():
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(300) == 0
+
+
+def test_interrupted_again_while_it_ends():
+    code = """if True:
+        import importlib, signal
+        cli = importlib.import_module("ladder_jax.cli.main")
+        cli.parse = lambda argv: signal.raise_signal(signal.SIGINT)
+        cli.main([])
+        signal.raise_signal(signal.SIGINT)
+    """
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "ladder-jax: interrupted\n")
 
 
 def test_doctor(told):

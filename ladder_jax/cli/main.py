@@ -8,6 +8,7 @@ import errno
 import gc
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         return _ended(str(error), status=error.status)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # again: at once, not in jax's own clean-up
         return _ended("interrupted", status=130)
     except (RuntimeError, ValueError) as error:
         if not re.match(ENVIRONMENT, str(error)):
