@@ -3,13 +3,17 @@ folder.
 """
 
 import concurrent.futures
+import multiprocessing
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 
 import pytest
+
+from ladder_jax import python
 
 ROOT = pathlib.Path(__file__).parent.parent
 SLURM = {
@@ -58,6 +62,16 @@ def ladder(tmp_path):
         )
 
     return run
+
+
+def test_an_interrupt_is_the_parents():
+    """Of a worker that still begins, Ctrl-C showed the traceback."""
+    interrupted = dict(target=signal.raise_signal, args=(signal.SIGINT,))
+    worker = multiprocessing.get_context("spawn").Process(**interrupted)
+    with python.safe_path():
+        worker.start()
+    worker.join()
+    assert worker.exitcode == 0
 
 
 def test_overlap(ladder, planted):

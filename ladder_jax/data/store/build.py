@@ -19,7 +19,6 @@ import multiprocessing.connection
 import os
 import pathlib
 import re
-import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -195,12 +194,14 @@ def _shards(
     """
     context = multiprocessing.get_context("spawn")  # a fork would copy locked threads
     shown = progress(len(numbered), label="{done}/{total} shards")
-    with python.safe_path(), shown as update:
-        pool = concurrent.futures.ProcessPoolExecutor(
-            workers, mp_context=context, initializer=_begin_worker
-        )
+    with shown as update, contextlib.ExitStack() as stack:
         try:
-            futures = [pool.submit(_shard, *one, out, settings, source) for one in numbered]
+            with python.safe_path():
+                pool = concurrent.futures.ProcessPoolExecutor(
+                    workers, mp_context=context, initializer=_begin_worker
+                )
+                stack.callback(pool.shutdown, cancel_futures=True)
+                futures = [pool.submit(_shard, *one, out, settings, source) for one in numbered]
             for done, made in enumerate(concurrent.futures.as_completed(futures), start=1):
                 made.result()
                 update(done, "")
@@ -209,8 +210,6 @@ def _shards(
                 "a worker was killed, perhaps for its memory: run the same command again to go on"
             )
             raise UserError(message) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
     return tuple(made.result() for made in futures)
 
 
@@ -294,11 +293,8 @@ _tokenizer = functools.cache(tokenizers.load)
 
 
 def _begin_worker() -> None:
-    """Ctrl-C is the parent's to answer. A worker whose parent was killed would wait for work for
-    ever.
-    """
+    """A worker whose parent was killed would wait for work for ever."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
     def watch():
