@@ -108,6 +108,13 @@ def test_generate(exported):
     assert model.generate(prompt, num_beams=3, **settings).shape == (1, 22)
 
 
+def test_offloaded(exported, tmp_path):
+    """accelerate reads a module's weights from the disk when the module is called."""
+    _, made, folder, _ = exported
+    model = record.opened(folder, device_map={"": "disk"}, offload_folder=str(tmp_path))
+    assert cases.error(run(model, models.tokens()).logits, logits(made)) <= BOUND
+
+
 def test_fine_tuned_and_back(exported, tmp_path):
     """A step of SGD in PyTorch, save_pretrained, and in again."""
     import torch

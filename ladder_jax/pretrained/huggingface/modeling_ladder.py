@@ -150,16 +150,21 @@ class LadderMLP(LlamaMLP):
         super().__init__(with_biases(config, intermediate_size=width))
 
 
+class LadderRouter(nn.Linear):
+    """In float32. Called as a module, as accelerate loads offloaded weights for a module's call."""
+
+    def forward(self, x):
+        return functional.linear(x.float(), self.weight.float())
+
+
 class LadderExperts(nn.Module):
-    """A router in float32 chooses some of the experts for each token; a shared expert is every
-    token's.
-    """
+    """A router chooses some of the experts for each token; a shared expert is every token's."""
 
     def __init__(self, config):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.renormalised = config.norm_topk_prob
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.gate = LadderRouter(config.hidden_size, config.num_experts, bias=False)
         experts = (
             LadderMLP(config, config.moe_intermediate_size) for _ in range(config.num_experts)
         )
@@ -174,7 +179,7 @@ class LadderExperts(nn.Module):
         return self.routed(x) + self.shared(x)
 
     def routed(self, x):
-        logits = functional.linear(x.float(), self.gate.weight.float())
+        logits = self.gate(x)
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)
         chosen = ranked[..., : self.top_k]
         total = (chosen if self.renormalised else logits).logsumexp(-1, keepdim=True)
