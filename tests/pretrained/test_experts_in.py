@@ -34,6 +34,8 @@ def test_spellings_of_the_configuration(tmp_path):
     qwen2 = model("qwen2_moe")
     assert (qwen2.biases, qwen2.moe.shared_width, qwen2.moe.shared_gate) == (Biases.QKV, 40, True)
     assert model("mixtral").moe.expert_width == 24
+    # transformers' class does not read the field
+    assert model("mixtral", norm_topk_prob=False).moe.softmax is RouterSoftmax.CHOSEN
     assert model("olmoe").qk_norm is QKNorm.ALL
 
 

@@ -100,7 +100,7 @@ FAMILIES = {
             "output_router_logits",
             "head_dim",
         ),
-        {"rope_theta": 1_000_000.0, "norm_topk_prob": True},
+        {"rope_theta": 1_000_000.0},
         experts=True,
     ),
     "qwen2_moe": Family(
@@ -155,7 +155,7 @@ def read(config: Mapping[str, Any], *, where: str) -> ModelConfig:
     theta, scaling = _read_rope(get)
     dtype = _read_dtype(get)
     heads = get("num_attention_heads", int)
-    moe = _read_experts(get) if family.experts or get.values.get("num_experts") else None
+    moe = _read_experts(get, family) if family.experts or get.values.get("num_experts") else None
     has_mlp = moe is None or moe.dense_layers
     return ModelConfig(
         num_layers=get("num_hidden_layers", int),
@@ -234,13 +234,15 @@ def _read_ladder(get: Fields) -> dict[str, Any]:
     )
 
 
-def _read_experts(get: Fields) -> MoEConfig:
+def _read_experts(get: Fields, family: Family) -> MoEConfig:
     """Of transformers 4 and 5, which call the number of experts by two names."""
+    always = "norm_topk_prob" not in family.fields  # a Mixtral, whatever its file says
+    renormalised = always or get("norm_topk_prob", bool, False)
     return MoEConfig(
         experts=get("num_local_experts", int, None) or get("num_experts", int),
         top_k=get("num_experts_per_tok", int),
         expert_width=get("moe_intermediate_size", int, None) or get("intermediate_size", int),
-        softmax=RouterSoftmax.CHOSEN if get("norm_topk_prob", bool, False) else RouterSoftmax.ALL,
+        softmax=RouterSoftmax.CHOSEN if renormalised else RouterSoftmax.ALL,
         shared_width=get("shared_expert_intermediate_size", int, 0),
         shared_gate=get("shared_expert_gate", bool, False),
         dense_layers=_read_dense_layers(get),
