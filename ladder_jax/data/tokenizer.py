@@ -230,7 +230,11 @@ class HuggingFace(Tokenizer):
         digest = hashlib.sha256(content.encode()).hexdigest()
         self.name = f"tokenizer-{digest[:16]}"
         self._steps, self._drops_first_space = _steps(described.get("decoder"))
-        config = self._object("special_tokens_map.json") | self._object("tokenizer_config.json")
+        config = self._object("tokenizer_config.json")
+        mapped = self._object("special_tokens_map.json")
+        # older files, whose tokenizer_config.json may hold what the tokens were before a fine-tuning
+        older = "added_tokens_decoder" not in config
+        config = config | mapped if older else mapped | config
         self._special = _special_tokens(config)
         self.stop_ids = self._stop_ids()
         self.bos_token_id = self._token_id("bos_token")
