@@ -147,16 +147,19 @@ def read_object(file: pathlib.Path) -> dict[str, Any]:
 
 
 def stored(folder: pathlib.Path) -> dict[str, Stored]:
-    """All tensors by Hugging Face's names, from the files in the index, or from the single file."""
+    """All tensors by Hugging Face's names, from the single file, or from those in the index.
+
+    As in transformers, which leaves an index there when it writes a single file in place of several.
+    """
+    single = folder / WEIGHTS
+    if single.is_file():
+        return weights.tensors_in(single)
     index = folder / INDEX
     if not index.is_file():
-        single = folder / WEIGHTS
-        if not single.is_file():
-            raise UserError(
-                f"{str(folder)!r} holds no {WEIGHTS} and no {INDEX} (pickles, which can run any program when they are"
-                " opened, are not read: transformers' save_pretrained writes safetensors)"
-            )
-        return weights.tensors_in(single)
+        raise UserError(
+            f"{str(folder)!r} holds no {WEIGHTS} and no {INDEX} (pickles, which can run any program when they are"
+            " opened, are not read: transformers' save_pretrained writes safetensors)"
+        )
     listed = read_object(index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise UserError(f"{str(index)!r} has no weight_map")
