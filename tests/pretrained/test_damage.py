@@ -99,6 +99,8 @@ def test_a_tied_head_may_stand_twice(tmp_path):
     table = models.weights(models.config("llama-3.2"))["model.embed_tokens.weight"]
     twice = models.write(tmp_path / "twice", "llama-3.2", more={"lm_head.weight": table})
     assert "head/table" not in {key.name for key in pretrained.open(twice).arrays}
+    models.write(tmp_path / "untied", "llama-3.2", more={"lm_head.weight": -table})
+    assert "differs from model.embed_tokens.weight" in refused(tmp_path / "untied")
 
 
 def test_old_files_hold_rotary_frequencies_too(tmp_path):

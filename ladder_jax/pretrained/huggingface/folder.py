@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.data.tokenizer import MAIN, json_object
@@ -72,16 +73,22 @@ def read(folder: pathlib.Path) -> Source:
 
 
 def _arrays(folder: pathlib.Path, model: ModelConfig) -> dict[Key, Stored]:
-    """Old files contain rotary frequencies, some the table of tied embeddings twice, of which the
-    model has the first. Raises UserError as `tensors.arrays` does.
+    """Old files contain rotary frequencies, some the table of tied embeddings twice, which is
+    compared: transformers 5 would not tie two that differ. Raises UserError as `tensors.arrays`
+    does, too.
     """
     found = {
         name: one
         for name, one in stored(folder).items()
         if not name.endswith("rotary_emb.inv_freq")
     }
-    if model.tie_embeddings:
-        found.pop(weights.HEAD, None)
+    if model.tie_embeddings and (head := found.pop(weights.HEAD, None)):
+        table = found.get(weights.TABLE)
+        if table and not np.array_equal(head.read(), table.read()):
+            raise UserError(
+                f"{str(folder)!r} holds a {weights.HEAD} that differs from {weights.TABLE}, but {CONFIG} sets"
+                " tie_word_embeddings=true: set it to false"
+            )
     mixtral = any(".block_sparse_moe." in name for name in found)
     names = weights.MIXTRAL if mixtral else weights.NAMES
     return tensors.arrays(str(folder), model, found, names)
