@@ -32,7 +32,7 @@ import enum
 import math
 import pathlib
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 from ladder_jax.config.fields import Count, Positive, PositiveOrZero, Section, build, check
 from ladder_jax.config.load import read_yaml
@@ -258,24 +258,10 @@ class Machine(Section):
         """The value and the source of each number, by dotted name."""
         unknown_source = "given without a source"
         return {
-            name: {**one, "source": self.sources.get(name, unknown_source)}
-            for name, one in _flat(dataclasses.asdict(self)).items()
-            if isinstance(one["value"], (int, float))
+            name: {"value": value, "source": self.sources.get(name, unknown_source)}
+            for name, value in _flat(dataclasses.asdict(self)).items()
+            if isinstance(value, (int, float))
         }
-
-
-def _flat(sections: dict, path: str = "") -> dict[str, dict]:
-    """{"value": ..., "source": ...} of each constant, by its dotted name; also of what is flat."""
-    found = {}
-    for key, value in sections.items():
-        name = f"{path}{key}"
-        if not isinstance(value, dict):
-            found[name] = {"value": value}
-        elif "value" in value or "source" in value:
-            found[name] = value
-        else:
-            found |= _flat(value, f"{name}.")
-    return found
 
 
 def load(name: str) -> Machine:
@@ -291,22 +277,14 @@ def load(name: str) -> Machine:
             raise unknown("hardware (not a .yaml file either)", name, NAMES)
         path = TABLE / f"{name}.yaml"
     where = f"hardware {str(path)!r}"
-    return made(_constants(path, where=where), name=path.stem, where=where)
+    return made(_sections(path, where=where), name=path.stem, where=where)
 
 
 def made(sections: dict, *, name: str, where: str) -> Machine:
     """The machine of a file's sections. Raises UserError, which begins with `where`."""
-    values = {}
     sources = {}
+    values = {name: _values(one, sources, name) for name, one in sections.items()}
     try:
-        for dotted, constant in _flat(sections).items():
-            *above, key = dotted.split(".")
-            section = values
-            for part in above:
-                section = section.setdefault(part, {})
-            section[key] = constant.get("value")
-            if constant.get("source"):
-                sources[dotted] = str(constant["source"])
         machine = build(Machine, {**values, "name": name, "sources": sources}, "")
         check(
             machine.devices == 1 or machine.link is not None,
@@ -317,28 +295,43 @@ def made(sections: dict, *, name: str, where: str) -> Machine:
     return machine
 
 
-def _constants(path: pathlib.Path, *, where: str) -> dict[str, dict]:
-    """Those of the file, in place of those of the machine in `based_on`. A constant may replace the
-    `source` alone, null a section.
-    """
-    tree = read_yaml(path, what="hardware")
-    if not isinstance(tree, dict):
+def _sections(path: pathlib.Path, *, where: str) -> dict:
+    """Those of the file, in those of the machine in `based_on`."""
+    sections = read_yaml(path, what="hardware")
+    if not isinstance(sections, dict):
         raise UserError(
-            f"{where} must hold constants such as 'bandwidth: 3.35e12', not {type(tree).__name__}"
+            f"{where} must hold constants such as 'bandwidth: 3.35e12', not {type(sections).__name__}"
         )
-    if "based_on" not in tree:
-        return _flat(tree)
-    base = str(tree.pop("based_on"))
+    if "based_on" not in sections:
+        return sections
+    base = str(sections.pop("based_on"))
     if base not in NAMES:
         raise unknown(f"'based_on' of {where}:", base, NAMES)
-    found = _constants(TABLE / f"{base}.yaml", where=base)
-    within = lambda one, other: f"{one}.".startswith(f"{other}.")
-    for name, constant in _flat(tree).items():
-        before = found.get(name, {})
-        found = {
-            one: kept
-            for one, kept in found.items()
-            if not within(one, name) and not within(name, one)
-        }
-        found[name] = constant if "value" in constant else before | constant
+    return _changed(_sections(TABLE / f"{base}.yaml", where=base), sections)
+
+
+def _changed(base: Any, changes: Any) -> Any:
+    """A section or a constant with changes, which may be of the source alone; null is no section."""
+    if not isinstance(base, dict) or not isinstance(changes, dict) or "value" in changes:
+        return changes
+    return base | {name: _changed(base.get(name), one) for name, one in changes.items()}
+
+
+def _values(tree: Any, sources: dict[str, str], path: str) -> Any:
+    """Sections without the sources of their constants, which go into `sources`, by dotted name."""
+    if not isinstance(tree, dict):
+        return tree
+    if "value" not in tree and "source" not in tree:
+        return {name: _values(one, sources, f"{path}.{name}") for name, one in tree.items()}
+    if tree.get("source"):
+        sources[path] = str(tree["source"])
+    return tree.get("value")
+
+
+def _flat(sections: dict, path: str = "") -> dict[str, Any]:
+    """The values of all sections, by dotted name."""
+    found = {}
+    for key, value in sections.items():
+        name = f"{path}{key}"
+        found |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return found
