@@ -20,7 +20,7 @@ from ladder_jax.bench.measure import Samples
 from ladder_jax.config import Loop
 from ladder_jax.decode import steps
 from ladder_jax.predict import machine, model as speeds
-from ladder_jax.predict.program import Opponents
+from ladder_jax.predict.program import Choice
 from tests import covering
 from tests.changed import ROOT
 
@@ -153,9 +153,7 @@ def test_the_speed_model_beside_the_card():
     page = " ".join((command.HERE.parent / "predict" / "README.md").read_text().split())
     rows = study.load(command.HERE / "results.json")["wire"]["rows"]
     model = config.preset("llama-3-70b", num_layers=8, residual="no-communication")
-    on = dict(
-        machine=machine.load("h200-nvlink"), tensor=8, new_tokens=64, opponents=Opponents.STRONGEST
-    )
+    on = dict(machine=machine.load("h200-nvlink"), tensor=8, new_tokens=64, by=Choice())
     standard = {row["batch"]: row for row in rows if row["residual"] == "standard"}
     computed = lambda one: one.seconds - one.exposed
     prefill = []

@@ -11,7 +11,7 @@ machine.
 `work` derives a step's kernels from the configuration, `machine` gives the times of kernels and
 all-reduces, `program` says which all-reduces a topology may use, and `timeline` simulates them in
 the order of the topology's steps. `model.speed` assumes ring all-reduces, as in the programs that
-the constants are fitted to; with `opponents=Opponents.STRONGEST` each topology takes the fastest
+the constants are fitted to; with `by=Choice()` each topology takes the fastest
 program, as in `result.predict`, which compares with the fastest Standard. experiments/predict
 compares the predictions with measurements.
 """

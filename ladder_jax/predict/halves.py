@@ -72,7 +72,7 @@ def _fastest(
         return Interleave.WHOLE, f"as nothing is predicted for {kind}"
     task = Task(shard, machine.load(name), block)
     seconds = {}
-    for one in model.passes(task, phase=phase, choice=choice):
+    for one in model.passes(task, phase=phase, by=choice):
         if one.program.form is form:
             fastest = seconds.get(one.interleave, one.seconds)
             seconds[one.interleave] = min(fastest, one.seconds)

@@ -43,7 +43,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from ladder_jax.config import Interleave, Launch, ModelConfig, Phase
+from ladder_jax.config import ModelConfig, Phase
 from ladder_jax.predict.layers import kernels_of_layers, layers, reduction
 from ladder_jax.predict.machine import Algorithm, Halves, Machine
 from ladder_jax.predict.program import (
@@ -51,7 +51,6 @@ from ladder_jax.predict.program import (
     PLAIN,
     Choice,
     Form,
-    Opponents,
     Program,
     programs,
     steps_of,
@@ -61,7 +60,6 @@ from ladder_jax.predict.work import (
     FLOAT32,
     NO_RECOMPUTE,
     OURS,
-    TRAINING,
     Implementation,
     Model,
     Task,
@@ -80,8 +78,6 @@ class Pass:
     seconds: total. wire: of its all-reduces. exposed: the time that all-reduces add to the total.
     program: the fastest one that the topology may use. all_reduce: its algorithm; None without
         communication.
-    forward, backward: timelines of the layers, without embedding and head; None where none was
-        played.
     """
 
     seconds: float
@@ -89,8 +85,6 @@ class Pass:
     exposed: float
     program: Program = PLAIN
     all_reduce: Algorithm | None = None
-    forward: Timeline | None = dataclasses.field(default=None, repr=False)
-    backward: Timeline | None = dataclasses.field(default=None, repr=False)
 
     @property
     def hidden(self) -> float:
@@ -177,54 +171,31 @@ def speed(
     prompt_length: int = 1024,
     new_tokens: int = 512,
     implementation: Implementation = OURS,
-    opponents: Opponents = Opponents.FITTED,
-    launch: Launch = Launch.AUTO,
-    interleave: Interleave = Interleave.AUTO,
+    by: Program | Choice = PLAIN,
 ) -> Speed:
     """The speed of `config` with its residual topology over `tensor` devices, which must divide the
     model.
 
-    opponents, launch, interleave: the programs among which prefill and decode step each take the
-        fastest.
+    by: the program of prefill and decode step, or those among which each takes the fastest.
     """
     model = Model(config, tensor, implementation)
-    choice = Choice(opponents, launch, interleave)
     shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens)
     prefill = Task(model, machine, model.prefill(**shape))
     step = Task(model, machine, model.decode_step(**shape))
     return Speed(
         rows,
         new_tokens,
-        fastest(passes(prefill, phase=Phase.PREFILL, choice=choice)),
-        fastest(passes(step, phase=Phase.DECODE, choice=choice)),
+        fastest(passes(prefill, phase=Phase.PREFILL, by=by)),
+        fastest(passes(step, phase=Phase.DECODE, by=by)),
         memory=model.memory(rows=rows, capacity=prompt_length + new_tokens),
     )
 
 
-def training_step(
-    config: ModelConfig,
-    *,
-    machine: Machine,
-    tensor: int,
-    rows: int,
-    sequence: int,
-    program: Program = PLAIN,
-) -> Pass:
-    """A microbatch of `rows` x `sequence` tokens, which one tensor-parallel group of `tensor`
-    devices computes at once.
-
-    `config` names the topology.
+def passes(task: Task, *, phase: Phase, by: Program | Choice = ANY_PROGRAM) -> list[Pass]:
+    """A prefill, decode step or training step by a tensor-parallel program, or by each of those
+    that may run it.
     """
-    model = Model(config, tensor, TRAINING)
-    task = Task(model, machine, model.prefill(rows=rows, prompt_length=sequence))
-    return run_by(task, program, phase=Phase.TRAIN)
-
-
-def passes(task: Task, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> list[Pass]:
-    """A prefill, decode step or training step by each of the tensor-parallel programs that may run
-    it.
-    """
-    candidates = programs(task, phase=phase, choice=choice)
+    candidates = [by] if isinstance(by, Program) else programs(task, phase=phase, choice=by)
     return [run_by(task, program, phase=phase) for program in candidates]
 
 
@@ -274,7 +245,7 @@ def pass_of(
     """
     total = lambda name: sum(getattr(one, name) for one in timelines)
     times = total("seconds") + ends + bare, total("wire") + bare, total("exposed") + bare
-    return Pass(*times, program, all_reduce, *timelines)
+    return Pass(*times, program, all_reduce)
 
 
 @functools.lru_cache(maxsize=64)  # as `layers_of`

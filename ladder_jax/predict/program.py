@@ -49,14 +49,6 @@ def form_of(experts: ExpertParallelism, *, sequence_parallel: bool) -> Form:
     return Form.SEQUENCE_PARALLEL if sequence_parallel else Form.ALL_REDUCE
 
 
-class Opponents(enum.Enum):
-    """Which programs are compared."""
-
-    FITTED = "fitted"  # rings and trees with the constants that are fitted to the paper's tables
-    NCCL = "nccl"  # all that NCCL (on TPUs: XLA) does, with the whole stream on every rank
-    STRONGEST = "strongest"  # every form and algorithm that a topology may use
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """launch: how all-reduces are launched beside compute; None for topologies that wait for them.
@@ -73,6 +65,7 @@ class Program:
 
 
 PLAIN = Program()
+"""Rings and trees, with the constants that are fitted to the paper's tables."""
 
 WINDOWS = {  # least of the chained launch, of unrolled layers: experiments/overlap; elsewhere whole
     ("NVIDIA", Phase.DECODE): 0.33,
@@ -89,7 +82,6 @@ class Choice:
     in which form.
     """
 
-    opponents: Opponents = Opponents.STRONGEST
     launch: Launch = Launch.AUTO
     interleave: Interleave = Interleave.AUTO
     experts: ExpertParallelism = ExpertParallelism.REDUCE
@@ -134,17 +126,14 @@ def programs(task: Task, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> tuple
 
     if choice.experts is ExpertParallelism.EXCHANGE:
         candidates = split(Form.EXCHANGE)
-    elif choice.opponents is Opponents.FITTED or link is None:
+    elif link is None:
         return (PLAIN,)
     else:
-        strongest = choice.opponents is Opponents.STRONGEST
-        reached = link.kernels is Kernels.XLA and link.nodes(ranks) == 1
+        candidates = [Program(algorithms=ANY)]
         if hides:
-            kernels = strongest and phase is Phase.DECODE and reached
-            candidates = launched(ANY if kernels else NCCL)
-        else:
-            candidates = [Program(algorithms=ANY if strongest else NCCL)]
-        if strongest and phase is not Phase.DECODE and ranks > 1:
+            reached = link.kernels is Kernels.XLA and link.nodes(ranks) == 1
+            candidates = launched(ANY if phase is Phase.DECODE and reached else NCCL)
+        if phase is not Phase.DECODE and ranks > 1:
             kind = parse_residual(config.residual).kind
             splits = int(block.tokens) % ranks == 0
             if splits and kind != "desync":

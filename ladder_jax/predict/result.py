@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from ladder_jax.config import Phase, parse_residual
 from ladder_jax.predict import model
-from ladder_jax.predict.machine import ANY
+from ladder_jax.predict.machine import ANY, NCCL
 from ladder_jax.predict.model import Pass, Speed, fastest
-from ladder_jax.predict.program import Choice, Form, Opponents, Program
+from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.request import BASELINE, GENERATE, Request
 from ladder_jax.predict.work import OURS, TRAINING, Model, Task
 
@@ -23,6 +23,9 @@ from ladder_jax.predict.work import OURS, TRAINING, Model, Task
 WORTH = 1.03
 # share of the fastest from which topologies count as equally fast: the model's error is larger
 SAME = 0.95
+
+NCCLS = Program(algorithms=NCCL)
+"""The paper's opponent."""
 
 PREFERENCE = (
     *("standard", "ladder", "farskip", "ladder-fresh"),
@@ -181,12 +184,10 @@ def _of_generation(request: Request) -> Found:
     shape = dict(
         rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens
     )
-    settings = dict(machine=request.machine, tensor=request.tensor, **shape)
-    settings |= dict(launch=request.launch, interleave=request.interleave)
-    speed = lambda residual, opponents: model.speed(
-        request.config(residual), opponents=opponents, **settings
-    )
-    speeds = {name: speed(name, Opponents.STRONGEST) for name in {*request.residuals, BASELINE}}
+    on = dict(machine=request.machine, tensor=request.tensor)
+    speed = lambda residual, by: model.speed(request.config(residual), by=by, **on, **shape)
+    choice = Choice(request.launch, request.interleave)
+    speeds = {name: speed(name, choice) for name in {*request.residuals, BASELINE}}
     standard = speeds[BASELINE]
     # other frameworks have decode steps in two halves, this library none
     if request.batch > 1 and request.tensor > 1:
@@ -195,7 +196,7 @@ def _of_generation(request: Request) -> Found:
         task = Task(shard, request.machine, shard.decode_step(**shape))
         halved = model.run_by(task, halves, phase=Phase.DECODE)
         standard = dataclasses.replace(standard, step=fastest([standard.step, halved]))
-    return speeds, [standard], speed(BASELINE, Opponents.NCCL)
+    return speeds, [standard], speed(BASELINE, NCCLS)
 
 
 def _of_one_pass(request: Request) -> Found:
@@ -203,12 +204,12 @@ def _of_one_pass(request: Request) -> Found:
     machine = request.machine
     implementation = TRAINING if phase is Phase.TRAIN else OURS
 
-    def passes(residual: str, choice: Choice) -> list[Pass]:
+    def passes(residual: str, by: Program | Choice) -> list[Pass]:
         shard = Model(request.config(residual), request.tensor, implementation)
         block = shard.prefill(rows=request.batch, prompt_length=request.tokens)
-        return model.passes(Task(shard, machine, block), phase=phase, choice=choice)
+        return model.passes(Task(shard, machine, block), phase=phase, by=by)
 
-    (nccl,) = passes(BASELINE, Choice(Opponents.NCCL))
+    (nccl,) = passes(BASELINE, NCCLS)
     whole = Model(request.config(BASELINE), 1, implementation)
     shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
     every = model.passes_without_tensor(whole, machine, **shape, phase=phase)
@@ -218,7 +219,7 @@ def _of_one_pass(request: Request) -> Found:
     opponents = {}
     for one in every:
         opponents.setdefault((one.form, one.interleave), one)  # the fastest of each form
-    choice = Choice(launch=request.launch, interleave=request.interleave, experts=request.experts)
+    choice = Choice(request.launch, request.interleave, request.experts)
     speeds = {name: fastest(passes(name, choice)) for name in request.residuals}
     return speeds, list(opponents.values()), nccl
 

@@ -240,7 +240,7 @@ def test_an_all_to_all_through_switches():
 def test_a_training_step_goes_back_the_same_way():
     """Forward, backward with twice the work, and what is alike for all."""
     on = device(flops=3e10)
-    settings = dict(phase=Phase.TRAIN, choice=Choice(experts=ExpertParallelism.EXCHANGE))
+    settings = dict(phase=Phase.TRAIN, by=Choice(experts=ExpertParallelism.EXCHANGE))
 
     def alike(name):
         shard = Model(config(name, shared=SHARED), RANKS, TRAINING)

@@ -10,7 +10,7 @@ import pytest
 from ladder_jax.config import Launch, Phase, preset
 from ladder_jax.predict import layers, machine, model, program
 from ladder_jax.predict.machine import Halves, Link
-from ladder_jax.predict.program import Form, Program
+from ladder_jax.predict.program import PLAIN, Form, Program
 from ladder_jax.predict.work import FLOAT32, TRAINING, Model, Task
 from tests.predict.asked import H100, HYBRIDS, V5P, check_events, of_layers, with_experts
 
@@ -58,17 +58,17 @@ def test_first_layers_compute_an_mlp_and_the_others_experts(name, first):
 
 
 def test_farskips_training_step_has_first_layers_too():
-    shape = dict(machine=V5P, tensor=4, rows=1, sequence=256)
-    steps = {
-        name: model.training_step(config(name), **shape)
-        for name in ("standard", "ladder", "farskip")
-    }
-    assert steps["farskip"].seconds < steps["standard"].seconds
+
+    def step(name):
+        shard = Model(config(name), 4, TRAINING)
+        task = Task(shard, V5P, shard.prefill(rows=1, prompt_length=256))
+        return model.run_by(task, PLAIN, phase=Phase.TRAIN)
+
     # a first layer's two sublayers are reduced together
-    assert steps["farskip"].backward.all_reduces == 2 * 5 - DENSE
-    exposed = {name: step.forward.exposed + step.backward.exposed for name, step in steps.items()}
+    assert len(model.backward(program.steps_of(config("farskip")))) == 2 * 5 - DENSE
+    assert step("farskip").seconds < step("standard").seconds
     # nothing hides under the first layers
-    assert exposed["ladder"] < exposed["farskip"] < exposed["standard"]
+    assert step("ladder").exposed < step("farskip").exposed < step("standard").exposed
 
 
 ATTENTION = 64 * (2 * 128 + 2 * 64)
@@ -116,9 +116,8 @@ def test_what_a_v5e_starts_at_once():
     alone = Model(preset("llama-3-8b"), 1, TRAINING)
     long = alone.prefill(rows=8, prompt_length=8192)
     seconds = lambda size: quick.link.half(size, ranks=4)
-    waiting, beside = (
-        model.split_weights(Task(alone, on, long), seconds, trains=True) for on in (quick, apart)
-    )
-    assert waiting.forward.seconds == beside.forward.seconds
+    split = lambda on, trains: model.split_weights(Task(alone, on, long), seconds, trains=trains)
+    assert split(quick, False).seconds == split(apart, False).seconds
+    waiting, beside = split(quick, True), split(apart, True)
     size = FLOAT32 * (alone.shard.attention + alone.shard.mlp)
     assert waiting.exposed - beside.exposed == pytest.approx(31 * seconds(size))
