@@ -69,7 +69,7 @@ def configured(candidate, wanted):
 
 def check(config, candidate, wanted):
     """It trains as the candidate says."""
-    planned = candidate.train(wanted)
+    planned = candidate.run(wanted).train
     assert config.mesh == candidate.mesh
     for name in ("batch", "sequence", "remat", "accumulate", "sequence_parallel", "interleave"):
         assert getattr(config.train, name) == getattr(planned, name)

@@ -80,7 +80,7 @@ def test_the_planned_step_is_the_one_that_runs(lowered, trained):
     overrides = overrides.split()
     asked = config.to_dict(config.load("tiny", overrides=[*ALWAYS, *overrides]))
     parts = {name: asked[name] for name in ("model", "mesh", "train")}
-    step = json.loads(json.dumps({"target": "cpu:8", **parts}))
+    step = json.loads(json.dumps({"target": "cpu:8", "run": parts}))
     assert lowered(planner.measure, step) == lowered(trained, *overrides)
 
 

@@ -45,12 +45,7 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
     """The compiler's memory analysis, from the cache if possible. Raises UserError if the compiler
     is missing.
     """
-    step = {
-        "target": request.target.name,
-        "model": to_dict(request.config),
-        "mesh": to_dict(candidate.mesh),
-        "train": to_dict(candidate.train(request)),
-    }
+    step = {"target": request.target.name, "run": to_dict(candidate.run(request))}
     label = f"{candidate}; {request.config.num_layers} layers of {request.name} for {request.target.name}"
     sources = (*compiling.SOURCES, *compiling.TRAINING, "overlap/programs.py", "plan/confirm.py")
     worker = "ladder_jax.plan.confirm:measure"
@@ -68,7 +63,7 @@ def measure(step: dict) -> Confirmed:
     from ladder_jax.parallel import make_mesh
 
     target = targets.parse(step["target"])
-    config = from_dict({name: step[name] for name in ("model", "mesh", "train")})
+    config = from_dict(step["run"])
     mesh = make_mesh(**config.mesh.axes, devices=schedule.devices(target))
     definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
     function, arguments = programs.training(definition, config=config.train)

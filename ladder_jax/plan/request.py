@@ -15,13 +15,13 @@ from ladder_jax.config import (
     MeshConfig,
     ModelConfig,
     Remat,
+    RunConfig,
     TrainConfig,
     check_fits_mesh,
     check_halves,
     parse_residual,
 )
 from ladder_jax.config.fields import check, passes
-from ladder_jax.predict.request import can_exchange
 from ladder_jax.predict.work import TRAINING, Block, Model
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
@@ -142,8 +142,10 @@ class Candidate:
             fields["interleave"] = self.interleave
         return fields
 
-    def train(self, request: Request) -> TrainConfig:
-        return TrainConfig(**self.settings(request))
+    def run(self, request: Request) -> RunConfig:
+        """As `ladder-jax train` takes it. Raises UserError where it trains no such thing."""
+        train = TrainConfig(**self.settings(request))
+        return RunConfig(model=request.config, mesh=self.mesh, train=train)
 
     def overrides(self, request: Request) -> dict[str, str]:
         """Settings for `ladder-jax train`, by dotted name."""
@@ -162,29 +164,23 @@ def candidates(request: Request) -> list[Candidate]:
     """All candidates whose steps have the request's number of tokens. Raises UserError if there is
     none.
     """
-    reduces = not parse_residual(request.config.residual).kind.startswith(("desync", "no-"))
-    exchanges = can_exchange(request.config)
     auto = request.interleave is Interleave.AUTO
     interleaves = (1, 2) if auto else (request.interleave.parts,)
     result = []
     for mesh in meshes_of(request):
-        share, left = divmod(request.sequences, mesh.data * mesh.fsdp)
-        if left:
-            continue
-        streams = [(mesh, False)]
-        if reduces and mesh.tensor > 1 and request.sequence % mesh.tensor == 0:
-            streams.append((mesh, True))
-            if exchanges:
-                exchange = dataclasses.replace(mesh, experts=ExpertParallelism.EXCHANGE)
-                streams.append((exchange, True))
+        share = request.sequences // (mesh.data * mesh.fsdp)
+        exchange = dataclasses.replace(mesh, experts=ExpertParallelism.EXCHANGE)
+        streams = [(mesh, False), (mesh, True), (exchange, True)]
+        if mesh.tensor == 1:  # nothing to split, to send or to hide
+            streams = streams[:1]
         for remat, (form, split), rows, interleave in itertools.product(
             Remat, streams, _divisors(share), interleaves
         ):
+            one = Candidate(form, remat, split, rows, share // rows, interleave)
             # Halves of an odd number of rows are of their sequences: `train` has them, no plan.
             halved = mesh.tensor > 1 and rows % 2 == 0
-            settings = dict(model=request.config, rows=rows, sequence_parallel=split)
-            if interleave == 1 or (halved and passes(check_halves, interleave, **settings)):
-                result.append(Candidate(form, remat, split, rows, share // rows, interleave))
+            if (interleave == 1 or halved) and passes(one.run, request):
+                result.append(one)
     devices = f"{request.target.name}'s {request.target.count} devices"
     count = f"{request.sequences} sequences of {request.sequence}"
     check(
