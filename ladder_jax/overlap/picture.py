@@ -65,7 +65,7 @@ def drawn(request: Request) -> dict[str, Request]:
     programs = [standard, own]
     halves = dataclasses.replace(standard, interleave=2)
     with contextlib.suppress(UserError):
-        requests.check_in_turn(halves)
+        requests.check_request(halves)
         programs.insert(1, halves)
     in_turn = lambda one: " in two halves" if one.interleave == 2 else ""
     return {one.residual + in_turn(one): one for one in programs}

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax import decode, nn, python, schedule, train
-from ladder_jax.config import Phase, TrainConfig, recipe
+from ladder_jax.config import Phase, TrainConfig
 from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.overlap.compile import Record
@@ -28,28 +28,20 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     target_devices = schedule.devices(request.target)
     mesh = make_mesh(fsdp=request.fsdp, tensor=request.tensor, devices=target_devices)
     definition = nn.define(request.config, mesh=mesh, experts=request.experts)
-
-    def tokens(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)])
-        )
-
-    rows = request.batch * request.fsdp
-    loop = request.loop
-    names = ("sequence_parallel", "collective_matmul", "interleave")
-    split = {name: getattr(request, name) for name in names}
     if request.trains:
-        shape = dict(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
-        return training(
-            definition, config=TrainConfig(**{**recipe(request.model), **shape, **split})
-        )
-    settings = dict(loop=loop, quantize=request.quantize)
+        return training(definition, config=request.run().train)
+    rows = request.batch
+    settings = dict(loop=request.loop, quantize=request.quantize)
     if request.phase is Phase.PREFILL:
         params = weights.abstract(definition, **settings)
-        step = decode.prefill(
-            definition, capacity=request.context, launch=request.launch, **split, **settings
-        )
-        return step, (params, tokens(rows, request.prompt_length), tokens(rows))
+        names = ("launch", "sequence_parallel", "collective_matmul", "interleave")
+        form = {name: getattr(request, name) for name in names}
+        step = decode.prefill(definition, capacity=request.context, **form, **settings)
+        sharding = definition.layout.sharding
+        prompts = (rows, request.prompt_length)
+        tokens = jax.ShapeDtypeStruct(prompts, jnp.int32, sharding=sharding("BT"))
+        lengths = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=sharding("B"))
+        return step, (params, tokens, lengths)
     decode_loop = decode.decode_many(
         definition, choice=decode.Choice.GREEDY, launch=request.launch, **settings
     )

@@ -15,11 +15,11 @@ from ladder_jax.config import (
     Phase,
     Quantize,
     Remat,
-    check_collective_matmul,
-    check_exchange,
-    check_fits_mesh,
-    check_halves,
+    RunConfig,
+    TrainConfig,
+    check_interleave,
     preset,
+    recipe,
     to_dict,
 )
 from ladder_jax.config.fields import check, fit
@@ -79,6 +79,17 @@ class Request:
         config = self.shape or preset(self.model)
         return models.variant(config, self.residual, ranks=self.tensor, **asked)
 
+    def run(self) -> RunConfig:
+        """As `ladder-jax train` takes it, without what is of serving alone. Raises UserError where it
+        trains no such thing.
+        """
+        names = ("loop", "remat", "sequence_parallel", "collective_matmul", "interleave")
+        settings = {name: getattr(self, name) for name in names}
+        settings |= dict(batch=self.batch * self.fsdp, sequence=self.prompt_length)
+        train = TrainConfig(**recipe(self.model) | settings)
+        mesh = MeshConfig(fsdp=self.fsdp, tensor=self.tensor, experts=self.experts)
+        return RunConfig(model=self.config, mesh=mesh, train=train)
+
     @property
     def trains(self) -> bool:
         return self.phase is Phase.TRAIN
@@ -126,11 +137,12 @@ def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
     if not decodes:
         settled["context"] = max(given.get("context", 0), prompt)
     request = Request(target=parsed, model=model, phase=phase, **{**defaults, **given, **settled})
-    _check(request)
+    check_request(request)
     return request
 
 
-def _check(request: Request) -> None:
+def check_request(request: Request) -> None:
+    """Raises UserError where the library has no such program."""
     tensor = request.tensor
     fsdp = request.fsdp
     target = request.target
@@ -144,6 +156,10 @@ def _check(request: Request) -> None:
         fsdp == 1 or request.trains,
         f"--fsdp is for train (serving keeps every layer's weights), not for {phase.value}",
     )
+    check(
+        phase is not Phase.DECODE or request.interleave == 1,
+        "--interleave 2 is for train and prefill: a decode step has too few rows to halve",
+    )
     if request.sequence_parallel:
         check(
             phase is not Phase.DECODE,
@@ -153,18 +169,7 @@ def _check(request: Request) -> None:
             request.prompt_length % tensor == 0,
             f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}",
         )
-    check_collective_matmul(
-        request.collective_matmul,
-        model=request.config,
-        sequence_parallel=request.sequence_parallel,
-    )
-    check_in_turn(request)
-    if request.exchanges:
-        check_exchange(
-            request.config.moe,
-            residual=request.residual,
-            sequence_parallel=request.sequence_parallel,
-        )
+    check_interleave(request.interleave)
     if request.trains:
         check(
             request.launch is not Launch.EXPLICIT,
@@ -179,22 +184,7 @@ def _check(request: Request) -> None:
             request.remat is Remat.NONE,
             f"--remat {request.remat.value} is for train: {phase.value} has no backward pass",
         )
-    check_fits_mesh(request.config, MeshConfig(fsdp=fsdp, tensor=tensor))
-
-
-def check_in_turn(request: Request) -> None:
-    """Raises UserError where two halves in turn are no program of this request."""
-    check(
-        request.interleave != 2 or request.phase is not Phase.DECODE,
-        "--interleave 2 is for train and prefill: a decode step has too few rows to halve",
-    )
-    check_halves(
-        request.interleave,
-        model=request.config,
-        rows=request.batch,
-        sequence_parallel=request.sequence_parallel and request.tensor > 1,
-        collective_matmul=request.collective_matmul,
-    )
+    request.run()  # its own checks: of the model, the mesh, the stream, halves and experts
 
 
 def exchange_capacity(
