@@ -8,7 +8,6 @@ from ladder_jax.config import (
     ModelConfig,
     check_fits_mesh,
     check_halves,
-    parse_residual,
 )
 from ladder_jax.config.fields import check
 from ladder_jax.config.run import check_tensor
@@ -58,9 +57,7 @@ class Request:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        return tuple(
-            itertools.starmap(Variant, itertools.product(self.residuals, self.interleaves))
-        )
+        return tuple(Variant(*one) for one in itertools.product(self.residuals, self.interleaves))
 
     @property
     def baseline(self) -> Variant:
@@ -113,16 +110,13 @@ def make(
         if text is not None:
             settings[field] = tuple(_positive(option, word) for word in text.split(","))
     residuals = tuple(residual.split(","))
-    for name in residuals:
-        parse_residual(name)
     request = Request(model=model, shape=shape, residuals=residuals, **settings)
     check(
         request.new_tokens > 1,
         "--new-tokens must be at least 2, not 1: the first one is the prefill's",
     )
     for one, name in itertools.product(request.interleaves, residuals):
-        of_residual = dataclasses.replace(shape, residual=name, ladder_layers=None, ranks=None)
-        check_halves(one, model=of_residual, rows=2)
+        check_halves(one, model=models.variant(shape, name, ranks=None), rows=2)
     if request.share is None:
         return request
     check(
