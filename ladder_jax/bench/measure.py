@@ -139,8 +139,9 @@ def _generation(
     prefill = decode.prefill(definition, capacity=request.capacity, interleave=variant.interleave)
     prefill = prefill.compile(params, tokens, lengths)
     loop = decode.decode_many(definition, count=request.new_tokens - 1, choice=decode.Choice.GREEDY)
-    sizes = dict(rows=batch, positions=request.capacity, loop=Loop.UNROLLED)
-    loop = loop.compile(*decoding.abstract(definition, **sizes))
+    loop = loop.compile(
+        *decoding.abstract(definition, rows=batch, positions=request.capacity, loop=Loop.UNROLLED)
+    )
     first = decode.sample_first(definition)
 
     def once() -> tuple[float, float]:

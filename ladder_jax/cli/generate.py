@@ -108,14 +108,17 @@ class Asked:
         from ladder_jax.predict import halves
 
         definition = self.saved.define(tensor=self.args.tensor)
-        settings = dict(definition=definition, tokens=tokens, say=terminal.say)
-        return halves.of_reading(self.settings, **settings)
+        return halves.of_reading(
+            self.settings, definition=definition, tokens=tokens, say=terminal.say
+        )
 
     def engine(self, *, capacity: int, **sizes: int) -> Engine:
-        settings = self.decided(tokens=capacity)
-        decoder = self.tokenizer.to_bytes
         return self.saved.engine(
-            settings=settings, tensor=self.args.tensor, capacity=capacity, **sizes, decoder=decoder
+            settings=self.decided(tokens=capacity),
+            tensor=self.args.tensor,
+            capacity=capacity,
+            decoder=self.tokenizer.to_bytes,
+            **sizes,
         )
 
     def engine_for(self, requests: list[Request], *, max_queue: int) -> Engine:
@@ -145,9 +148,14 @@ def _one(asked: Asked) -> None:
     (request,) = asked.requests()
     definition = saved.define(tensor=args.tensor)
     settings = asked.decided(tokens=len(request.prompt))
-    form = dict(loop=settings.loop, quantize=settings.quantize)
-    capacity = len(request.prompt) + request.max_new_tokens
-    memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
+    memory.check_slots(
+        definition,
+        slots=1,
+        capacity=len(request.prompt) + request.max_new_tokens,
+        chunk=steps.CHUNK,
+        loop=settings.loop,
+        quantize=settings.quantize,
+    )
     generator = saved.generator(settings=settings, tensor=args.tensor)
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
     texts = itertools.chain(args.prompt, (piece.text for piece in pieces))

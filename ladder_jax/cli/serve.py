@@ -43,9 +43,14 @@ def run(options: dict) -> None:
         engine.warm_up()
         name = args.model_name or asked.saved.config.run.name
         most = args.max_new_tokens or engine.capacity - 1
-        sizes = dict(capacity=engine.capacity, max_queue=engine.max_queue, max_new_tokens=most)
         terms = Terms(
-            name, asked.tokenizer, asked.saved.config.model.vocab_size, chat_tokens=most, **sizes
+            name,
+            asked.tokenizer,
+            asked.saved.config.model.vocab_size,
+            capacity=engine.capacity,
+            max_queue=engine.max_queue,
+            max_new_tokens=most,
+            chat_tokens=most,
         )
         names = own_names(args.host, sock, key=key)
         gate = app.create(app.Service(engine, terms), key=key, names=names)

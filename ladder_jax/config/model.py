@@ -273,8 +273,15 @@ def recipe(name: str) -> dict:
     """
     if name not in ("tiny", "tiny-moe"):
         return {}
-    every = dict(checkpoint_every=100, evaluate_every=100)
-    return dict(steps=300, batch=16, sequence=128, learning_rate=4e-3, warmup_steps=30, **every)
+    return dict(
+        steps=300,
+        batch=16,
+        sequence=128,
+        learning_rate=4e-3,
+        warmup_steps=30,
+        checkpoint_every=100,
+        evaluate_every=100,
+    )
 
 
 def preset(name: str, **changes) -> ModelConfig:

@@ -50,9 +50,12 @@ def timelines(request: Request) -> dict[str, list[Bar]]:
     """Simulated timelines of DRAWN unrolled layers of the programs in `drawn`, by their names."""
     bars = {}
     for name, one in drawn(request).items():
-        program = hlo.parse(compiling.compiled(one).hlo)
-        settings = dict(hardware=HARDWARE[request.target.kind], experts=requests.experts(request))
-        bars[name] = timeline.play(program, ranks=request.tensor, **settings)
+        bars[name] = timeline.play(
+            hlo.parse(compiling.compiled(one).hlo),
+            hardware=HARDWARE[request.target.kind],
+            ranks=request.tensor,
+            experts=requests.experts(request),
+        )
     return bars
 
 
@@ -113,15 +116,22 @@ def trace(request: Request, *, file: str) -> None:
     """
     events = []
     for process, (name, bars) in enumerate(timelines(request).items()):
-        of_process = dict(ph="M", pid=process)
-        events.append({**of_process, "name": "process_name", "args": {"name": name}})
+        events.append(dict(ph="M", pid=process, name="process_name", args={"name": name}))
         for thread, row in enumerate(("compute", "communication")):
-            of_thread = dict(tid=thread, name="thread_name", args={"name": row})
-            events.append({**of_process, **of_thread})
-        for bar in bars:
-            microseconds = dict(ts=bar.start * 1e6, dur=(bar.stop - bar.start) * 1e6)
-            about = dict(name=bar.name, args={"op_name": bar.op_name})
-            events.append(dict(ph="X", pid=process, tid=int(bar.wire), **microseconds, **about))
+            about = dict(name="thread_name", args={"name": row})
+            events.append(dict(ph="M", pid=process, tid=thread, **about))
+        events += [
+            dict(
+                ph="X",
+                pid=process,
+                tid=int(bar.wire),
+                ts=bar.start * 1e6,
+                dur=(bar.stop - bar.start) * 1e6,
+                name=bar.name,
+                args={"op_name": bar.op_name},
+            )
+            for bar in bars
+        ]
     files.write(pathlib.Path(file), [json.dumps({"traceEvents": events}).encode()])
 
 

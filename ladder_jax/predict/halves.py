@@ -55,8 +55,14 @@ def of_reading(
     if launch is Launch.AUTO:
         launch = resolve_launch(launch, mesh=layout.mesh)
     kind = layout.mesh.devices.flat[0].device_kind
-    of = dict(phase=Phase.PREFILL, kind=kind, choice=Choice(launch=launch))
-    interleave, why = _fastest(shard, block, Form.ALL_REDUCE, **of)
+    interleave, why = _fastest(
+        shard,
+        block,
+        Form.ALL_REDUCE,
+        phase=Phase.PREFILL,
+        kind=kind,
+        choice=Choice(launch=launch),
+    )
     say(f"decode.interleave=auto: {interleave.value}, {why}")
     return dataclasses.replace(settings, interleave=interleave)
 

@@ -153,8 +153,10 @@ def ring_product(task: Task, kernel: Kernel) -> list[Slot]:
         step = max(step, link.network.step)
         bandwidth = min(bandwidth, link.network.bandwidth)
     message = step + count * task.model.payload(task.block) / ranks / bandwidth
-    share = dict(flops=kernel.flops / ranks, activations=kernel.activations / ranks)
-    chunk = task.work([dataclasses.replace(kernel, **share)])
+    part = dataclasses.replace(
+        kernel, flops=kernel.flops / ranks, activations=kernel.activations / ranks
+    )
+    chunk = task.work([part])
     return [Slot(chunk), *rounds * [Slot(chunk.share(count), [message])]]
 
 

@@ -184,8 +184,9 @@ def _of_generation(request: Request) -> Found:
     shape = dict(
         rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens
     )
-    on = dict(machine=request.machine, tensor=request.tensor)
-    speed = lambda residual, by: model.speed(request.config(residual), by=by, **on, **shape)
+    speed = lambda residual, by: model.speed(
+        request.config(residual), machine=request.machine, tensor=request.tensor, **shape, by=by
+    )
     choice = Choice(request.launch, request.interleave)
     speeds = {name: speed(name, choice) for name in {*request.residuals, BASELINE}}
     standard = speeds[BASELINE]
@@ -211,8 +212,14 @@ def _of_one_pass(request: Request) -> Found:
 
     (nccl,) = passes(BASELINE, NCCLS)
     whole = Model(request.config(BASELINE), 1, implementation)
-    shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
-    every = model.passes_without_tensor(whole, machine, **shape, phase=phase)
+    every = model.passes_without_tensor(
+        whole,
+        machine,
+        devices=request.tensor,
+        rows=request.batch,
+        tokens=request.tokens,
+        phase=phase,
+    )
     for form in request.forms:
         every += passes(BASELINE, Choice(experts=form))
     every.sort(key=lambda one: one.seconds)

@@ -303,9 +303,14 @@ class Model:
             read = moe.experts / self.ranks * moe.chosen(tokens)
         width = moe.expert_width
         product = functools.partial(self._product, launches=launches.matmul, matrices=read)
-        routing = dict(activations=stream, launches=launches.route)
         return [
-            Kernel("router", 2 * tokens * router, 4 * router, **routing),
+            Kernel(
+                "router",
+                flops=2 * tokens * router,
+                weights=4 * router,
+                activations=stream,
+                launches=launches.route,
+            ),
             Kernel("sort", activations=2 * passed * d_model * size, launches=1),
             product("experts' gate, up", computed, d_model, 2 * width),
             Kernel("activate", activations=3 * passed * width * size, launches=launches.activate),

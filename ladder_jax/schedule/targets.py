@@ -148,12 +148,15 @@ def devices(target: Target) -> Sequence:
         if target.platform == "tpu":
             return topologies.get_topology_desc(platform="tpu", topology_name=target.name).devices
         published = HARDWARE[target.kind]
-        speeds = dict(bandwidth=int(published.bandwidth), memory=published.memory)
         found = topologies.get_topology_desc(
             platform="cuda",
             topology_name=target.name,
             topology=_hosts(int(target.shape)),
-            target_config=GPU.format(**speeds, **GPUS[target.kind]),
+            target_config=GPU.format(
+                bandwidth=int(published.bandwidth),
+                memory=published.memory,
+                **GPUS[target.kind],
+            ),
         )
         return found.devices
     except jax.errors.JaxRuntimeError as error:
