@@ -130,7 +130,7 @@ class Costs:
     def _moved(self, instruction: Instruction) -> int:
         opcode = instruction.opcode
         operands = instruction.operands
-        if opcode in _FREE or opcode.endswith("-done"):
+        if opcode in BOOKKEEPING or opcode.endswith("-done"):
             return 0
         if opcode in _RUNS:
             return trip_count(instruction) * sum(map(self._moved_in, instruction.calls))
@@ -139,7 +139,7 @@ class Costs:
         if one := self.grouped(instruction):
             return round(one.bytes)
         if opcode == "fusion":
-            return _moved_by_fusion(instruction, instruction.calls[0])
+            return _moved_by_fusion(instruction)
         if opcode in _PARTIAL:
             return sum(_PARTIAL[opcode](instruction))
         if opcode in ("copy-start", "slice-start"):
@@ -283,15 +283,15 @@ def _multiplied_sum(reduce: Instruction) -> int:
 _COUNTERS = {"dot": _dot, "convolution": _convolution, "reduce": _multiplied_sum}
 
 
-# Operations that move no bytes: views of arrays, and the ends of transfers (their starts are
-# counted).
-_FREE = set(
+# Operations that move no bytes. Nor do the ends of transfers: their starts are counted.
+BOOKKEEPING = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier".split()
 )
 _RUNS = ("while", "call", "async-start", "call-start", "async-update", "call-update")
 
 
-def _moved_by_fusion(fusion: Instruction, body: Computation) -> int:
+def _moved_by_fusion(fusion: Instruction) -> int:
+    body = fusion.calls[0]
     parameters = {int(i.literal or 0): i for i in body.instructions if i.opcode == "parameter"}
     read = sum(
         _read(parameters[n], body, operand.in_memory) for n, operand in enumerate(fusion.operands)

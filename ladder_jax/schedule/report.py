@@ -107,10 +107,6 @@ class Transfer:
         return Status.HIDDEN if covered else Status.EXPOSED
 
     @property
-    def direction(self) -> str:
-        return "backward" if self.backward else "forward"
-
-    @property
     def title(self) -> str:
         end = "input" if ENTER in self.collective.op_name else "output"
         last = f"last {end}" if self.layer == "last" else self.collective.kind
@@ -121,7 +117,7 @@ class Transfer:
     def as_dict(self, **more: str | int) -> dict:
         return {
             **more,
-            "direction": self.direction,
+            "direction": "backward" if self.backward else "forward",
             "status": self.status.name.lower(),
             "window_flops_fraction": self.window,
             **self.collective.as_dict(),

@@ -19,26 +19,12 @@ import dataclasses
 
 from ladder_jax.hardware import Hardware
 from ladder_jax.schedule.collectives import Collective, find
-from ladder_jax.schedule.cost import Costs, attention_kernel_flops, trip_count
+from ladder_jax.schedule.cost import BOOKKEEPING, Costs, attention_kernel_flops, trip_count
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
-FREE = (
-    "parameter",
-    "constant",
-    "get-tuple-element",
-    "tuple",
-    "bitcast",
-    "copy-start",
-    "copy-done",
-    "slice-start",
-    "slice-done",
-    "call-start",
-    "call-update",
-    "call-done",
-    "after-all",
-    "partition-id",
-    "iota",
+FREE = BOOKKEEPING | set(
+    "copy-start copy-done slice-start slice-done call-start call-update call-done iota".split()
 )
 """Operations that take no compute time: bookkeeping, and asynchronous copies."""
 
@@ -82,14 +68,13 @@ class _Player:
 
     def run(self, computation: Computation) -> None:
         issued = {c.issued: c for c in self.collectives if c.computation == computation.name}
-        awaited = {c.awaited: c.name for c in issued.values()}
-        arrival: dict[str, float] = {}
+        arrivals: dict[int, float] = {}  # by the position where each is awaited
         for index, instruction in enumerate(computation.instructions):
-            if index in issued:
-                arrival[issued[index].name] = self._send(issued[index])
-            if index in awaited:
-                self.now = max(self.now, arrival[awaited[index]])
-            if index not in issued and index not in awaited:
+            if sent := issued.get(index):
+                arrivals[sent.awaited] = self._send(sent)
+            if index in arrivals:
+                self.now = max(self.now, arrivals[index])
+            elif not sent:
                 self._compute(instruction)
 
     def _send(self, collective: Collective) -> float:
