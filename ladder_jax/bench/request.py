@@ -9,9 +9,8 @@ from ladder_jax.config import (
     check_fits_mesh,
     check_halves,
 )
-from ladder_jax.config.fields import check
+from ladder_jax.config.fields import check, natural
 from ladder_jax.config.run import check_tensor
-from ladder_jax.errors import UserError
 from ladder_jax.schedule import models
 
 # parameters of `make`
@@ -142,10 +141,6 @@ def on_devices(request: Request, *, count: int) -> Request:
 
 def _positive(option: str, word: str) -> int:
     """`word` as an integer above 0. Raises UserError otherwise."""
-    try:
-        number = int(word)
-    except ValueError:
-        raise UserError(f"--{option} must be numbers as in 1,4,16, not {word!r}") from None
-    if number < 1:
-        raise UserError(f"--{option} must be positive, not {number}")
+    number = natural(word.strip())
+    check(number > 0, f"--{option} must be positive numbers, as in 1,4,16, not {word!r}")
     return number
