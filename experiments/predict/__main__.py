@@ -63,7 +63,7 @@ def seconds(setting: Setting, prefill: float, decode: float) -> dict:
     found = published.speed(setting)
     return {
         **dataclasses.asdict(setting),
-        "prefill": {"measured": prefill, "predicted": found.prefill_seconds},
+        "prefill": {"measured": prefill, "predicted": found.prefill.seconds},
         "decode": {"measured": decode, "predicted": found.decode_seconds},
     }
 

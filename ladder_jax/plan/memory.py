@@ -52,7 +52,7 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
     mesh = candidate.mesh
     model, block = candidate.microbatch(request)
     parameters = model.parameters // mesh.fsdp
-    kept = kept_activations(candidate, request=request)
+    kept = kept_activations(candidate, model, block)
     several = candidate.accumulate > 1
     offloaded = candidate.remat is Remat.OFFLOAD
     layer = models.largest_layer(config, ranks=mesh.tensor)
@@ -73,11 +73,10 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
     )
 
 
-def kept_activations(candidate: Candidate, *, request: Request) -> int:
+def kept_activations(candidate: Candidate, model: Model, block: Block) -> int:
     """Bytes of the activations that all layers keep for the backward pass."""
-    config = request.config
+    config = model.config
     remat = candidate.remat
-    model, block = candidate.microbatch(request)
     shard = model.shard
     size = model.element_bytes
     width = config.d_model

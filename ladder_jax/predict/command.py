@@ -107,7 +107,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     prefill = []
     one = row.speed
     if isinstance(one, Speed):
-        prefill = [f"{one.prefill_seconds * 1e3:.1f}"]
+        prefill = [f"{one.prefill.seconds * 1e3:.1f}"]
         one = one.step
     hides = one.wire and row.residual != "no-communication"
     form = described(one.form, one.executed["all_reduce"], one.interleave)

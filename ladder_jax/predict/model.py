@@ -137,17 +137,13 @@ class Speed:
         return self.step.executed
 
     @property
-    def prefill_seconds(self) -> float:
-        return self.prefill.seconds
-
-    @property
     def decode_seconds(self) -> float:
         """Seconds of the G - 1 decode steps; the first token comes from the prefill."""
         return (self.new_tokens - 1) * self.step.seconds
 
     @property
     def seconds(self) -> float:
-        return self.prefill_seconds + self.decode_seconds
+        return self.prefill.seconds + self.decode_seconds
 
     @property
     def exposed(self) -> float:

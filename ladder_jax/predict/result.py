@@ -75,7 +75,7 @@ class Row:
             return {**row, **of_pass, "hidden_fraction": speed.hidden}
         return {
             **row,
-            "prefill_seconds": speed.prefill_seconds,
+            "prefill_seconds": speed.prefill.seconds,
             "decode_seconds": speed.decode_seconds,
             "step_seconds": speed.step.seconds,
             "step_exposed_seconds": speed.step.exposed,

@@ -230,8 +230,8 @@ class Model:
         )
         return Block(rows, 1, filled, filled)
 
-    def payload(self, block: Block) -> int:
-        """Bytes of a sublayer's all-reduce: B T D elements."""
+    def payload(self, block: Block) -> float:
+        """Bytes of the stream, and of a sublayer's all-reduce: B T D elements."""
         return block.size * self.config.d_model * self.element_bytes
 
     def scored(self, block: Block) -> int:
@@ -270,7 +270,7 @@ class Model:
                 if sublayer == SHARED or self.config.residual != "farskip":
                     kernels += self.shared_expert(block)
         if joint:
-            moved = 3 * own.size * self.config.d_model * self.element_bytes
+            moved = 3 * self.payload(own)
             kernels.append(Kernel("join", activations=moved, launches=launches.join))
         return tuple(kernels)
 
@@ -329,7 +329,7 @@ class Model:
         """The kernels of the embedding, and of the final norm, the logits and the choice of a
         token.
         """
-        size = block.size * self.config.d_model * self.element_bytes
+        size = self.payload(block)
         last = self._launches(block).last
         return (
             Kernel("embedding", weights=size, activations=size),
@@ -391,7 +391,7 @@ class Model:
         """The norm also adds the newest sum to the residual: it reads two arrays and writes two.
         Gains are float32.
         """
-        moved = 4 * block.size * self.config.d_model * self.element_bytes
+        moved = 4 * self.payload(block)
         return Kernel(
             "norm", weights=4 * self.config.d_model * gains, activations=moved, launches=launches
         )
