@@ -57,6 +57,7 @@ def as_yaml(sections: dict, device) -> str:
 
 def _lines(out: str, constants: dict[str, dict]) -> list:
     rows = [(name, f"{one['value']:.4g}", one["source"]) for name, one in constants.items()]
-    columns = ("constant", "value", "source")
-    table = terminal.Table(columns, rows, left=("constant", "source"))
-    return [f"{out}: {len(constants)} constants", table]
+    return [
+        f"{out}: {len(constants)} constants",
+        terminal.Table(("constant", "value", "source"), rows, left=("constant", "source")),
+    ]

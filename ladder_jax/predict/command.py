@@ -98,8 +98,10 @@ def lines(answer: Result) -> list:
         one for one in machine.sources.values() if "assumed" in one or "not verified" in one
     ]
     if doubtful:
-        told = f"{len(doubtful)} of {machine.name}'s constants are assumed, or figures of threads, not verified"
-        said.append(f"note      {told}: ladder-jax calibrate measures yours")
+        said.append(
+            f"note      {len(doubtful)} of {machine.name}'s constants are assumed, or figures of threads, not"
+            " verified: ladder-jax calibrate measures yours"
+        )
     return said
 
 

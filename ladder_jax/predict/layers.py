@@ -44,13 +44,12 @@ from ladder_jax.schedule import models
 def layers(task: Task, program: Program, *, steps: Sequence[Step] | None = None) -> Timeline:
     """The timeline of all layers. steps: by default the topology's."""
     model = task.model
-    link = task.machine.link
     steps = steps_of(model.config) if steps is None else steps
     if program.form is Form.COLLECTIVE_MATMUL:
         return _in_rings(task, steps)
     contention = task.machine.contention
     # where reduce-scatters are awaited, all messages are: that gathers are hidden is left out
-    waits = program.form is not Form.ALL_REDUCE and link.halves is Halves.NONE
+    waits = program.form is not Form.ALL_REDUCE and task.machine.link.halves is Halves.NONE
     if program.form is Form.EXCHANGE:
         return play_slots(_exchange(task, steps, program), contention=contention, waits=waits)
     split = model.ranks if program.form is Form.SEQUENCE_PARALLEL else 1
@@ -106,8 +105,9 @@ def reduction(task: Task, program: Program) -> tuple[Algorithm | None, float]:
     link = task.machine.link
     if link is None:
         return None, 0.0
-    payload = task.model.payload(task.block)
-    algorithm, seconds = link.fastest(payload, ranks=task.model.ranks, among=program.algorithms)
+    algorithm, seconds = link.fastest(
+        task.model.payload(task.block), ranks=task.model.ranks, among=program.algorithms
+    )
     if program.form is not Form.ALL_REDUCE:
         seconds = (2 + task.recompute.gathers) * task.half
     return algorithm, seconds

@@ -96,10 +96,12 @@ def constants(tensor: int) -> tuple[dict, list[Reduced]]:
         update(1, "starting kernels")
         started = launch()
         update(2, "all-reduces")
-        sizes = SIMULATED if simulated else SIZES
-        # NCCL's; XLA's own kernels are measured next
-        hides = Overlap.HIDES if gpu else None
-        reduced = all_reduces(ranks=ranks, sizes=sizes, overlap=hides)
+        reduced = all_reduces(
+            ranks=ranks,
+            sizes=SIMULATED if simulated else SIZES,
+            # NCCL's; XLA's own kernels are measured next
+            overlap=Overlap.HIDES if gpu else None,
+        )
         update(3, "all-reduces of one kernel")
         kernels = all_reduces(ranks=kernel_ranks, sizes=KERNELS, overlap=Overlap.WAITS)
     of = f"of {REPEATS} runs"

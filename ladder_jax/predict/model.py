@@ -223,9 +223,13 @@ def run_by(task: Task, program: Program, *, phase: Phase) -> Pass:
         scores = 4 * model.scored(task.block)
         small = link.all_reduce(scores, ranks=model.ranks, among=program.algorithms)
         bare = of_stream * all_reduce + model.implementation.small_all_reduces * small
-    ends = task.ends(trains=trains)
-    algorithm = algorithm if timelines[0].wire else None
-    return pass_of(timelines, ends=ends, bare=bare, program=program, all_reduce=algorithm)
+    return pass_of(
+        timelines,
+        ends=task.ends(trains=trains),
+        bare=bare,
+        program=program,
+        all_reduce=algorithm if timelines[0].wire else None,
+    )
 
 
 def pass_of(
@@ -278,11 +282,10 @@ def passes_without_tensor(
     """
     if devices == 1 or rows % devices:
         return []
-    config = model.config
     size = model.element_bytes
     trains = phase is Phase.TRAIN
     task = Task(model, machine, model.prefill(rows=rows // devices, prompt_length=tokens))
-    largest = 2 * models.largest_layer(config, ranks=1)
+    largest = 2 * models.largest_layer(model.config, ranks=1)
     half = lambda size: machine.link.half(size, ranks=devices)
     fsdp = split_weights(task, half, trains=trains)
     alone = model.parameters * (STATE if trains else size)
@@ -310,8 +313,7 @@ def split_weights(task: Task, half: Callable[[float], float], *, trains: bool) -
     if trains:
         timelines.append(_beside_gathers(dataclasses.replace(task, times=2), half))
         bare += gathered + half(tables * FLOAT32)
-    ends = task.ends(trains=trains)
-    return pass_of(timelines, ends=ends, bare=bare, program=Program(Form.FSDP))
+    return pass_of(timelines, ends=task.ends(trains=trains), bare=bare, program=Program(Form.FSDP))
 
 
 def _beside_gathers(task: Task, half: Callable[[float], float]) -> Timeline:

@@ -64,9 +64,9 @@ class Request:
         exchange may.
         """
         splits = self.tensor > 1 and self.tokens % self.tensor == 0
-        if splits and can_exchange(self.config(BASELINE)):
-            return tuple(ExpertParallelism)
-        return (ExpertParallelism.REDUCE,)
+        moe = self.config(BASELINE).moe
+        exchanges = passes(check_exchange, moe, residual=BASELINE, sequence_parallel=True)
+        return tuple(ExpertParallelism) if splits and exchanges else (ExpertParallelism.REDUCE,)
 
     @property
     def tokens(self) -> int:
@@ -136,11 +136,6 @@ def make(
         _check_residual(request, name, named=residual is not None)
     _check(request)
     return request
-
-
-def can_exchange(config: ModelConfig) -> bool:
-    """Whether ranks can exchange the rows of the model's experts: they need a capacity."""
-    return passes(check_exchange, config.moe, residual=config.residual, sequence_parallel=True)
 
 
 def _check_residual(request: Request, name: str, *, named: bool = False) -> None:

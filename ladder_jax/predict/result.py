@@ -71,8 +71,12 @@ class Row:
             **speed.executed,
         }
         if isinstance(speed, Pass):
-            of_pass = {"form": speed.form, "seconds": speed.seconds}
-            return {**row, **of_pass, "hidden_fraction": speed.hidden}
+            return {
+                **row,
+                "form": speed.form,
+                "seconds": speed.seconds,
+                "hidden_fraction": speed.hidden,
+            }
         return {
             **row,
             "prefill_seconds": speed.prefill.seconds,

@@ -270,8 +270,9 @@ class Model:
                 if sublayer == SHARED or self.config.residual != "farskip":
                     kernels += self.shared_expert(block)
         if joint:
-            moved = 3 * self.payload(own)
-            kernels.append(Kernel("join", activations=moved, launches=launches.join))
+            kernels.append(
+                Kernel("join", activations=3 * self.payload(own), launches=launches.join)
+            )
         return tuple(kernels)
 
     def shared_expert(self, block: Block) -> list[Kernel]:
@@ -330,12 +331,15 @@ class Model:
         token.
         """
         size = self.payload(block)
-        last = self._launches(block).last
         return (
             Kernel("embedding", weights=size, activations=size),
             self._norm(block, 0),
             self._product(
-                "head", self.scored(block), self.config.d_model, self._vocabulary, launches=last
+                "head",
+                self.scored(block),
+                self.config.d_model,
+                self._vocabulary,
+                launches=self._launches(block).last,
             ),
         )
 
@@ -383,17 +387,23 @@ class Model:
     ) -> Kernel:
         """Of rows with so many matrices, of which each row meets one."""
         matrix = inputs * outputs
-        size = self.element_bytes
-        moved = rows * (inputs + outputs) * size
-        return Kernel(name, 2 * rows * matrix, matrices * matrix * size, 0.0, moved, launches)
+        return Kernel(
+            name,
+            flops=2 * rows * matrix,
+            weights=matrices * matrix * self.element_bytes,
+            activations=rows * (inputs + outputs) * self.element_bytes,
+            launches=launches,
+        )
 
     def _norm(self, block: Block, launches: int, *, gains: int = 1) -> Kernel:
         """The norm also adds the newest sum to the residual: it reads two arrays and writes two.
         Gains are float32.
         """
-        moved = 4 * self.payload(block)
         return Kernel(
-            "norm", weights=4 * self.config.d_model * gains, activations=moved, launches=launches
+            "norm",
+            weights=4 * self.config.d_model * gains,
+            activations=4 * self.payload(block),
+            launches=launches,
         )
 
     def _attention(self, block: Block) -> list[Kernel]:
@@ -408,17 +418,16 @@ class Model:
         if block.tokens > 1:
             heads = shard.queries // self.config.head_dim
             scores = implementation.score_bytes * block.size * heads * block.cached
-        attend = Kernel(
-            "attend",
-            flops=4 * block.size * shard.queries * block.attended,
-            cache=2 * block.rows * block.cached * read * size / implementation.cache_speed,
-            activations=scores,
-            launches=launches.attend,
-        )
         return [
             product("query, key, value", block.size, self.config.d_model, columns),
             Kernel("rotate", activations=2 * block.size * columns * size, launches=launches.rotate),
-            attend,
+            Kernel(
+                "attend",
+                flops=4 * block.size * shard.queries * block.attended,
+                cache=2 * block.rows * block.cached * read * size / implementation.cache_speed,
+                activations=scores,
+                launches=launches.attend,
+            ),
             product("out", block.size, shard.queries, self.config.d_model),
         ]
 
@@ -427,10 +436,13 @@ class Model:
         features = width // self.ranks
         d_model = self.config.d_model
         launches = self._launches(block)
-        moved = 3 * block.size * features * self.element_bytes
         return [
             self._product("gate, up", block.size, d_model, 2 * features, launches=first),
-            Kernel("activate", activations=moved, launches=launches.activate),
+            Kernel(
+                "activate",
+                activations=3 * block.size * features * self.element_bytes,
+                launches=launches.activate,
+            ),
             self._product("down", block.size, features, d_model, launches=launches.matmul),
         ]
 
