@@ -176,7 +176,7 @@ def test_weights_are_made_once_in_the_compute_dtype():
         nn.define(preset("tiny", num_layers=1, residual=name), mesh=mesh) for name in names
     ]
     standard, shared = map(named, measure.random_weights(definitions))
-    assert set(standard) - set(shared) == {"layers/0/mlp_norm/scale"}
+    assert set(standard) - set(shared) == {"layers/mlp_norm/scale"}
     assert all(shared[name] is standard[name] for name in shared)
     assert (np.asarray(standard["final_norm/scale"]) == 1).all()
 
