@@ -37,7 +37,8 @@ def make_mesh(
 ) -> Mesh:
     """A mesh with the axes data x fsdp x tensor over the first devices (or the given ones).
 
-    Raises UserError where it is larger than the devices at hand, or cuts across their torus.
+    Raises UserError where it is larger than the devices at hand. One that cuts across their torus
+    is made, with a warning.
     """
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
     devices = jax.devices() if devices is None else devices

@@ -149,8 +149,8 @@ class OpenedModel:
         )
 
     def engine(self, *, settings: DecodeConfig, tensor: int | None = None, **about: Any) -> Engine:
-        """settings: `loop` to `interleave` of the section `decode`; `tensor` as in `define`; the
-        rest as in Engine.
+        """settings: `prefill_chunk` to `quantize` of the section `decode`; `tensor` as in `define`;
+        the rest as in Engine.
         """
         definition = self.define(tensor=tensor)
         return Engine(

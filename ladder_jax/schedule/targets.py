@@ -121,8 +121,8 @@ def devices(target: Target) -> Sequence:
     """The target's devices, for compiling only. Raises UserError if this machine cannot compile for
     them.
 
-    Set `ENVIRONMENT` before you import jax: this function sets it too late if jax has initialized
-    already.
+    Set `schedule.targets.ENVIRONMENT` before you import jax: this function sets it too late if jax
+    has initialized already.
     """
     if not isinstance(target, Target):
         raise UserError(f"target must be of type Target, not {described(target)}")
