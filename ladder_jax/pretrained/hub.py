@@ -11,7 +11,7 @@ import re
 import sys
 
 from ladder_jax.errors import RunFailed, UserError, error_text, needed
-from ladder_jax.files import reason
+from ladder_jax.files import local_path, reason
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import REFIT
 
@@ -94,7 +94,7 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
 
 
 def push(
-    folder: pathlib.Path,
+    folder: str | os.PathLike,
     repository: str,
     *,
     private: bool | None = None,
@@ -110,6 +110,7 @@ def push(
     identifier = Identifier.parse(repository)
     if identifier is None or identifier.file or identifier.revision:
         raise UserError(f"{repository!r} is no repository's name: write org/name")
+    folder = local_path(folder)
     if not (folder / huggingface.CONFIG).is_file():
         raise UserError(f"{str(folder)!r} is no export: it holds no {huggingface.CONFIG}")
     try:

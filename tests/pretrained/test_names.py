@@ -319,7 +319,7 @@ def test_push_to_the_hub(files, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is no repository's name"):
         model.push_to_hub("someone")
     with pytest.raises(UserError, match="is no export"):
-        pretrained.push_to_hub(tmp_path, "someone/small")
+        pretrained.push_to_hub(str(tmp_path), "someone/small")
 
 
 @pytest.fixture(scope="module")
