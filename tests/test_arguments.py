@@ -389,6 +389,10 @@ WRONG = {
         lambda: evaluate.text_perplexity(evaluate.Scorer(DEFINITION, params_of()), ["hello"]),
         "model must be of type Model, not a Scorer",
     ),
+    "text_perplexity of one text": (
+        lambda: evaluate.text_perplexity(evaluate.Scorer(DEFINITION, params_of()), "hello"),
+        "texts must be of type list or tuple, not 'hello'",
+    ),
     "compiled_logits(loop=)": (
         lambda: nn.compiled_logits(DEFINITION, loop="scann"),
         "unknown value for loop: 'scann'; did you mean 'scan'?",

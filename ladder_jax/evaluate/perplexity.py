@@ -118,6 +118,7 @@ def text_perplexity(
     file: see `jsonl.carry_out`; a line is a window's. Raises UserError where there is nothing to
         score.
     """
+    check_type("texts", texts, list, tuple)  # each character of one text would be a document
     check_type("model", model, Model)
     texts = [text for text in texts if text]
     documents = [model.encode(text) for text in texts]
