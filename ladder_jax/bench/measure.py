@@ -90,9 +90,14 @@ def _samples(
 ) -> Samples:
     model = Model(request.config(variant.residual), request.tensor)
     shape = dict(rows=batch, prompt_length=request.prompt_length)
-    step_bytes = decode_bytes(model, new_tokens=request.new_tokens, **shape)
-    flops = prefill_flops(model, **shape)
-    return Samples(variant.residual, batch, *zip(*timings), step_bytes, flops, variant.interleave)
+    return Samples(
+        variant.residual,
+        batch,
+        *zip(*timings),
+        step_bytes=decode_bytes(model, new_tokens=request.new_tokens, **shape),
+        prefill_flops=prefill_flops(model, **shape),
+        interleave=variant.interleave,
+    )
 
 
 def decode_bytes(model: Model, *, rows: int, prompt_length: int, new_tokens: int) -> float:

@@ -56,12 +56,10 @@ def run(args: dict) -> None:
     samples = measure.samples(request, mesh=mesh)
     device = mesh.devices.flat[0]
     free = memory.free_memory(device, devices=mesh.size)
-    copy = limits.copy_bandwidth(device, free=free)
-    matmul = limits.matmul_peak(device, dtype=request.shape.dtype.value)
     answer = Result(
         request=request,
-        copy=copy,
-        matmul=matmul,
+        copy=limits.copy_bandwidth(device, free=free),
+        matmul=limits.matmul_peak(device, dtype=request.shape.dtype.value),
         samples=samples,
         device=f"{platform.machine()} CPU" if device.platform == "cpu" else device.device_kind,
         devices=jax.device_count(),

@@ -249,7 +249,6 @@ def _measure(
     form: Form, computation: Computation, costs: Costs, mesh: dict[str, int]
 ) -> Collective:
     collective = form.collective
-    holder = form.holder
     axes, ranks = group_of(collective, mesh=mesh)
     window = computation.instructions[form.issued + 1 : form.awaited]
     start = computation.instructions[form.issued]
@@ -257,7 +256,7 @@ def _measure(
     reducer = collective.computation("to_apply")
     return Collective(
         name=start.name,
-        kind=_kind(collective, holder),
+        kind=_kind(collective, form.holder),
         op_name=collective.op_name or start.op_name or (reducer.root.op_name if reducer else ""),
         operands=_count_operands(collective, ranks=ranks),
         bytes=sum(operand.bytes for operand in collective.operands),

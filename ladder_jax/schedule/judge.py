@@ -232,8 +232,9 @@ def owner(op_name: str) -> tuple[str, str]:
     own, other, step = ("attention", "mlp", 1) if following else ("mlp", "attention", -1)
     if sublayer == own:
         return layer, other
-    beside = "joint" if sublayer == "joint" else own
-    return (layer if last else str(int(first) + step) if first else ""), beside
+    if first and not last:
+        layer = str(int(first) + step)
+    return layer, "joint" if sublayer == "joint" else own
 
 
 def purpose(collective: Collective) -> str:

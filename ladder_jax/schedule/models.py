@@ -132,22 +132,24 @@ def kinds(config: ModelConfig) -> tuple[tuple[int, ModelConfig], ...]:
     return ((dense, first), (config.num_layers - dense, others))
 
 
+def _shards(config: ModelConfig, ranks: int) -> list[tuple[int, Shard]]:
+    """Of each kind of layers, how many there are, and a device's shard."""
+    return [(count, shard(kind, ranks=ranks)) for count, kind in kinds(config)]
+
+
 def layers(config: ModelConfig, *, ranks: int) -> int:
     """Matrix elements of all layers on a device."""
-    shards = [(count, shard(kind, ranks=ranks)) for count, kind in kinds(config)]
-    return sum(count * (one.attention + one.mlp) for count, one in shards)
+    return sum(count * (one.attention + one.mlp) for count, one in _shards(config, ranks))
 
 
 def active_layers(config: ModelConfig, *, ranks: int) -> float:
     """Those of them that multiply a token."""
-    shards = [(count, shard(kind, ranks=ranks)) for count, kind in kinds(config)]
-    return sum(count * (one.attention + one.active_mlp) for count, one in shards)
+    return sum(count * (one.attention + one.active_mlp) for count, one in _shards(config, ranks))
 
 
 def largest_layer(config: ModelConfig, *, ranks: int) -> int:
     """Matrix elements of that layer on a device."""
-    shards = [shard(kind, ranks=ranks) for _, kind in kinds(config)]
-    return max(one.attention + one.mlp for one in shards)
+    return max(one.attention + one.mlp for _, one in _shards(config, ranks))
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
