@@ -81,14 +81,13 @@ def compiled(request: Request, *, early: bool = False) -> Record:
     early: for TPUs, only until the order of operations is final; without costs and sizes.
     """
     label = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
-    trained = TRAINING if request.trains else ["decode"]
     return recorded(
         Record,
         "ladder_jax.overlap.programs:record",
         request,
         target=request.target,
         label=label,
-        sources=(*SOURCES, "overlap/programs.py", *trained),
+        sources=(*SOURCES, "overlap/programs.py", *(TRAINING if request.trains else ["decode"])),
         early=early and request.target.platform == "tpu",
     )
 

@@ -118,8 +118,9 @@ def trace(request: Request, *, file: str) -> None:
     for process, (name, bars) in enumerate(timelines(request).items()):
         events.append(dict(ph="M", pid=process, name="process_name", args={"name": name}))
         for thread, row in enumerate(("compute", "communication")):
-            about = dict(name="thread_name", args={"name": row})
-            events.append(dict(ph="M", pid=process, tid=thread, **about))
+            events.append(
+                dict(ph="M", pid=process, tid=thread, name="thread_name", args={"name": row})
+            )
         events += [
             dict(
                 ph="X",

@@ -25,23 +25,30 @@ from ladder_jax.schedule.targets import Target
 
 def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     """The program, and the shapes of its arguments with shardings on the target's devices."""
-    target_devices = schedule.devices(request.target)
-    mesh = make_mesh(fsdp=request.fsdp, tensor=request.tensor, devices=target_devices)
+    mesh = make_mesh(
+        fsdp=request.fsdp, tensor=request.tensor, devices=schedule.devices(request.target)
+    )
     definition = nn.define(request.config, mesh=mesh, experts=request.experts)
     if request.trains:
         return training(definition, config=request.run().train)
     rows = request.batch
     settings = dict(loop=request.loop, quantize=request.quantize)
     if request.phase is Phase.PREFILL:
-        params = weights.abstract(definition, **settings)
-        names = ("launch", "sequence_parallel", "collective_matmul", "interleave")
-        form = {name: getattr(request, name) for name in names}
-        step = decode.prefill(definition, capacity=request.context, **form, **settings)
-        sharding = definition.layout.sharding
+        step = decode.prefill(
+            definition,
+            capacity=request.context,
+            launch=request.launch,
+            sequence_parallel=request.sequence_parallel,
+            collective_matmul=request.collective_matmul,
+            interleave=request.interleave,
+            **settings,
+        )
         prompts = (rows, request.prompt_length)
-        tokens = jax.ShapeDtypeStruct(prompts, jnp.int32, sharding=sharding("BT"))
-        lengths = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=sharding("B"))
-        return step, (params, tokens, lengths)
+        tokens, lengths = (
+            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding(dims))
+            for shape, dims in ((prompts, "BT"), ((rows,), "B"))
+        )
+        return step, (weights.abstract(definition, **settings), tokens, lengths)
     decode_loop = decode.decode_many(
         definition, choice=decode.Choice.GREEDY, launch=request.launch, **settings
     )
@@ -57,9 +64,8 @@ def training(definition: nn.ModelDef, *, config: TrainConfig) -> tuple[Compiled,
 
 def compiler(target: Target) -> str:
     """The compiler's name and version."""
-    packages = {"tpu": "libtpu", "cuda": "jax-cuda", "cpu": "jaxlib"}
+    kind = {"tpu": "libtpu", "cuda": "jax-cuda", "cpu": "jaxlib"}[target.platform]
     versions = python.versions("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "jaxlib")
-    kind = packages[target.platform]
     return next(f"{name} {found}" for name, found in versions.items() if name.startswith(kind))
 
 
@@ -75,12 +81,12 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
     params, caches, *_ = arguments
     if "head" in params:
         params = {name: value for name, value in params.items() if name != "embedding"}
-    moe = request.config.moe
     total = 0.0
     for path, array in jax.tree.leaves_with_path((params, caches)):
         size = weights.shard_bytes(array)
         routed = any(getattr(key, "key", None) == "experts" for key in path)
         if routed:  # without those that fill up the last ranks
+            moe = request.config.moe
             size *= moe.chosen(request.batch) * moe.experts / array.shape[0]
         total += size
     return round(total)

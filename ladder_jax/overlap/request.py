@@ -74,21 +74,30 @@ class Request:
 
     @property
     def config(self) -> ModelConfig:
-        names = ("layers", "ladder_layers", "capacity")
-        asked = {name: getattr(self, name) for name in names}
-        config = self.shape or preset(self.model)
-        return models.variant(config, self.residual, ranks=self.tensor, **asked)
+        return models.variant(
+            self.shape or preset(self.model),
+            self.residual,
+            ranks=self.tensor,
+            layers=self.layers,
+            ladder_layers=self.ladder_layers,
+            capacity=self.capacity,
+        )
 
     def run(self) -> RunConfig:
         """As `ladder-jax train` takes it, without what is of serving alone. Raises UserError where it
         trains no such thing.
         """
-        names = ("loop", "remat", "sequence_parallel", "collective_matmul", "interleave")
-        settings = {name: getattr(self, name) for name in names}
-        settings |= dict(batch=self.batch * self.fsdp, sequence=self.prompt_length)
-        train = TrainConfig(**recipe(self.model) | settings)
+        settings = recipe(self.model) | dict(
+            batch=self.batch * self.fsdp,
+            sequence=self.prompt_length,
+            loop=self.loop,
+            remat=self.remat,
+            sequence_parallel=self.sequence_parallel,
+            collective_matmul=self.collective_matmul,
+            interleave=self.interleave,
+        )
         mesh = MeshConfig(fsdp=self.fsdp, tensor=self.tensor, experts=self.experts)
-        return RunConfig(model=self.config, mesh=mesh, train=train)
+        return RunConfig(model=self.config, mesh=mesh, train=TrainConfig(**settings))
 
     @property
     def trains(self) -> bool:

@@ -149,5 +149,7 @@ def _moved(transfers: Sequence[Transfer]) -> str:
     count = sum(one.count for one in transfers)
     scattered = transfers[0].collective.kind == "reduce-scatter"
     arrays = "gradients reduce-scattered" if scattered else "weights gathered"
-    share = f"{hidden_bytes(transfers):.0%} of their bytes"
-    return f"{hidden(transfers)} of {count} arrays of layers' {arrays}, hidden ({share})"
+    return (
+        f"{hidden(transfers)} of {count} arrays of layers' {arrays}, hidden"
+        f" ({hidden_bytes(transfers):.0%} of their bytes)"
+    )

@@ -48,9 +48,13 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
     step = {"target": request.target.name, "run": to_dict(candidate.run(request))}
     label = f"{candidate}; {request.config.num_layers} layers of {request.name} for {request.target.name}"
     sources = (*compiling.SOURCES, *compiling.TRAINING, "overlap/programs.py", "plan/confirm.py")
-    worker = "ladder_jax.plan.confirm:measure"
     return compiling.recorded(
-        Confirmed, worker, step, target=request.target, label=label, sources=sources
+        Confirmed,
+        "ladder_jax.plan.confirm:measure",
+        step,
+        target=request.target,
+        label=label,
+        sources=sources,
     )
 
 
@@ -74,8 +78,8 @@ def measure(step: dict) -> Confirmed:
     try:
         compiled = function.compile(*arguments)
         memory = compiled.memory_analysis()
-        host = memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes
-        sizes = {**programs.sizes(compiled), "host": host}
+        sizes = programs.sizes(compiled)
+        sizes["host"] = memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -48,14 +48,13 @@ class Memory:
 
 
 def estimate(candidate: Candidate, *, request: Request) -> Memory:
-    config = request.config
     mesh = candidate.mesh
     model, block = candidate.microbatch(request)
     parameters = model.parameters // mesh.fsdp
     kept = kept_activations(candidate, model, block)
     several = candidate.accumulate > 1
     offloaded = candidate.remat is Remat.OFFLOAD
-    layer = models.largest_layer(config, ranks=mesh.tensor)
+    layer = models.largest_layer(request.config, ranks=mesh.tensor)
     size = model.element_bytes
     weights = layer * (size + FLOAT32) + model.tables * size
     if mesh.fsdp > 1:
@@ -76,32 +75,29 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
 def kept_activations(candidate: Candidate, model: Model, block: Block) -> int:
     """Bytes of the activations that all layers keep for the backward pass."""
     config = model.config
-    remat = candidate.remat
     shard = model.shard
     size = model.element_bytes
-    width = config.d_model
     layers = config.num_layers
     matmuls = layers * (shard.queries + 2 * shard.keys) * size
     # Per norm: the stream and its normalised value in float32, and the sublayer's input. Then other
     # activations.
-    norms = 2 * width * (2 * FLOAT32 + size)
+    norms = 2 * config.d_model * (2 * FLOAT32 + size)
     # of a device's own positions; and attention's input, gathered, before and after its gain
     if candidate.exchanges:
-        norms = norms // model.ranks + 2 * width * size
+        norms = norms // model.ranks + 2 * config.d_model * size
     others = layers * (norms + 2 * shard.queries * size)
     for count, kind in models.kinds(config):
         products, rest = _mlp_activations(candidate, kind, routed=block.size <= CHUNK)
         matmuls += count * products * size
         others += count * rest * size
-    per_token = {Remat.NONE: matmuls + others, Remat.SAVE_MATMULS: matmuls}.get(remat, 0)
+    by_policy = {Remat.NONE: matmuls + others, Remat.SAVE_MATMULS: matmuls}
+    per_token = by_policy.get(candidate.remat, 0)
     tables = FLOAT32 * block.tokens * config.head_dim  # the positions' cosines and sines
     of_layers = layers_of(config)
     inputs = sum(_input(steps, candidate, config) for steps in of_layers)
-    rows = (
-        sum(_kept_rows(steps[0], candidate, model, block) for steps in of_layers)
-        if candidate.exchanges
-        else 0
-    )
+    rows = 0
+    if candidate.exchanges:
+        rows = sum(_kept_rows(steps[0], candidate, model, block) for steps in of_layers)
     return int(block.size * (inputs + per_token)) + layers * tables + rows
 
 

@@ -63,7 +63,6 @@ def make(
     """A checked request. model: as in `schedule.models.by_name`. Raises UserError for an invalid
     request.
     """
-    parsed = targets.parse(target)
     changes = {"residual": residual, "num_layers": layers}
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(models.by_name(model), **changes)
@@ -84,7 +83,7 @@ def make(
     if interleave is Interleave.HALVES:
         check_halves(2, model=config, rows=2)
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
-    return Request(model, config, parsed, tokens, sequence, settings, interleave)
+    return Request(model, config, targets.parse(target), tokens, sequence, settings, interleave)
 
 
 @dataclasses.dataclass(frozen=True)
