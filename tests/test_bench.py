@@ -195,7 +195,7 @@ CEILING = limits.Ceiling((90e9, 100e9), "an array")
 
 
 def fabricated(*samples, residuals=("standard", "ladder"), interleaves=(1,)):
-    """A result of samples (residual, batch, prefill seconds, decode seconds), one a variant."""
+    """A result of samples (batch, prefill seconds, decode seconds), one a variant."""
     asked = requests.Request(
         "tiny",
         preset("tiny"),
@@ -209,26 +209,24 @@ def fabricated(*samples, residuals=("standard", "ladder"), interleaves=(1,)):
     )
     counted = dict(step_bytes=1e6, prefill_flops=10**9)
     both = zip(samples, asked.variants, strict=True)
-    samples = tuple(
-        measure.Samples(*one, **counted, interleave=variant.interleave) for one, variant in both
-    )
+    samples = tuple(measure.Samples(variant, *one, **counted) for one, variant in both)
     of = dict(device="a device", devices=2, versions={}, platform="tpu")
     return result.Result(asked, CEILING, CEILING, samples, **of)
 
 
 def test_ratios_are_of_rounds():
     """A machine that slows down by half in the second round changes no ratio."""
-    slow = fabricated(("standard", 1, (1, 2, 1), (4, 8, 4)), ("ladder", 1, (1, 2, 1), (2, 4, 1)))
+    slow = fabricated((1, (1, 2, 1), (4, 8, 4)), (1, (1, 2, 1), (2, 4, 1)))
     assert slow.verdict == ["ladder decodes 2.00x standard [2.00, 4.00] at batch 1"]
     assert slow.ratios[0]["prefill_ratio_min"] == slow.ratios[0]["prefill_ratio_max"] == 1
     assert slow.rows[1]["tokens_per_second"] == 5 / (1 + 2)
     assert slow.rows[1]["tokens_per_second_max"] == 5 / 2
-    samples = ("standard", 1, (4, 8, 4), (1, 2, 1)), ("standard", 1, (2, 4, 1), (1, 2, 1))
+    samples = (1, (4, 8, 4), (1, 2, 1)), (1, (2, 4, 1), (1, 2, 1))
     halves = fabricated(*samples, residuals=("standard",), interleaves=(1, 2))
     assert halves.verdict == [
         "standard in two halves prefills 2.00x standard [2.00, 4.00] at batch 1"
     ]
-    alone = fabricated(("ladder", 1, (1,), (4,)), residuals=("ladder",))
+    alone = fabricated((1, (1,), (4,)), residuals=("ladder",))
     assert alone.verdict == alone.ratios == []
 
 

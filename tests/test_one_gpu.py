@@ -17,6 +17,7 @@ from experiments.one_gpu.wire import host_wire
 from ladder_jax import config, decode, nn, parallel
 from ladder_jax.bench import measure, request as requests
 from ladder_jax.bench.measure import Samples
+from ladder_jax.bench.request import Variant
 from ladder_jax.config import Loop
 from ladder_jax.decode import steps
 from ladder_jax.predict import machine, model as speeds
@@ -70,7 +71,7 @@ def test_exposed():
         model="tiny", residual="standard,ladder", share=4, layers=3, new_tokens=11
     )
     sample = lambda prefill, decode: Samples(
-        "standard", 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0
+        Variant("standard", 1), 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0
     )
     standard = wire.row(request, sample(1.0, 2.0), sample(1.7, 5.0), sample(1.2, 2.2))
     close = lambda value: pytest.approx(value, rel=1e-9)
@@ -84,7 +85,7 @@ def test_the_command(tmp_path, monkeypatch):
     """Measured with the wire alone: without it, test_bench.py does."""
     measured = measure.samples
     nothing = lambda request, mesh: [
-        Samples(name, 1, (1.0,), (1.0,), 0.0, 0) for name in request.residuals
+        Samples(variant, 1, (1.0,), (1.0,), 0.0, 0) for variant in request.variants
     ]
     each = iter((nothing, measured, nothing))
     monkeypatch.setattr(measure, "samples", lambda *args, **settings: next(each)(*args, **settings))

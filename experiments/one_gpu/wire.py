@@ -71,10 +71,10 @@ def row(request: Request, before: Samples, wired: Samples, after: Samples) -> di
     drift: the same of the two measurements without the wire, apart from each other; what is smaller
         says nothing.
     """
-    topology = residual.of_model(request.config(before.residual))
+    topology = residual.of_model(request.config(before.variant.residual))
     count = sum(len(layer) for layer in topology.layers)
     steps = request.new_tokens - 1
-    found = {"residual": before.residual, "batch": before.batch, "all_reduces": count}
+    found = {"residual": before.variant.residual, "batch": before.batch, "all_reduces": count}
     for phase, calls in (("prefill", count), ("decode", count * steps)):
         first, with_wire, last = (
             statistics.median(getattr(one, phase)) for one in (before, wired, after)

@@ -37,17 +37,12 @@ class Samples:
     `prefill_flops`).
     """
 
-    residual: str
+    variant: Variant
     batch: int
     prefill: tuple[float, ...]
     decode: tuple[float, ...]
     step_bytes: float
     prefill_flops: int
-    interleave: int = 1
-
-    @property
-    def variant(self) -> Variant:
-        return Variant(self.residual, self.interleave)
 
     @property
     def total(self) -> list[float]:
@@ -91,12 +86,11 @@ def _samples(
     model = Model(request.config(variant.residual), request.tensor)
     shape = dict(rows=batch, prompt_length=request.prompt_length)
     return Samples(
-        variant.residual,
+        variant,
         batch,
         *zip(*timings),
         step_bytes=decode_bytes(model, new_tokens=request.new_tokens, **shape),
         prefill_flops=prefill_flops(model, **shape),
-        interleave=variant.interleave,
     )
 
 

@@ -131,8 +131,7 @@ class Result:
             if one.variant == baseline:
                 continue
             row = {
-                "residual": one.residual,
-                "interleave": one.interleave,
+                **dataclasses.asdict(one.variant),
                 "against": baseline.residual,
                 "batch": one.batch,
             }
@@ -215,8 +214,7 @@ def _row(answer: Result, one: Samples) -> dict:
     each = figures(np.array(one.prefill), np.array(one.decode))
     median = figures(np.median(one.prefill), np.median(one.decode))
     row = {
-        "residual": one.residual,
-        "interleave": one.interleave,
+        **dataclasses.asdict(one.variant),
         "batch": one.batch,
         "prompt_length": answer.request.prompt_length,
         "new_tokens": tokens,
