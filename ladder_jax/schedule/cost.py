@@ -3,6 +3,7 @@ the compiler's estimates.
 """
 
 import collections
+import dataclasses
 import functools
 import math
 import re
@@ -39,16 +40,16 @@ def executed(
             yield from executed(called.instructions, times * trip_count(one))
 
 
+@dataclasses.dataclass(eq=False)
 class Costs:
-    """Costs of `program`'s instructions, including the computations that they call.
+    """Costs of a program's instructions, including the computations that they call.
 
     experts: the model's, of whose kernels the text does not show how much they compute
         (see grouped.py).
     """
 
-    def __init__(self, program: Program, *, experts: Experts | None = None):
-        self._program = program
-        self._experts = experts
+    program: Program
+    experts: Experts | None = None
 
     def flops(self, instruction: Instruction) -> int:
         """2 x multiply-adds of the instruction's own matrix product.
@@ -74,12 +75,12 @@ class Costs:
         return +flops
 
     def grouped(self, instruction: Instruction) -> Grouped | None:
-        return grouped.kernel(instruction, experts=self._experts)
+        return grouped.kernel(instruction, experts=self.experts)
 
     @functools.cached_property
     def _estimated(self) -> bool:
         """Whether the compiler estimates any: before it has made machine code it does not."""
-        return any("estimated_cycles" in one.attributes for one in self._program.instructions)
+        return any("estimated_cycles" in one.attributes for one in self.program.instructions)
 
     def cycles(self, instruction: Instruction) -> int:
         """The compiler's estimate for one execution; of a grouped matmul, where it gives none,
@@ -87,7 +88,7 @@ class Costs:
         """
         if estimate := re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes):
             return int(estimate[1]) if int(estimate[1]) < GARBAGE_CYCLES else 0
-        hardware = self._experts and self._experts.hardware
+        hardware = self.experts and self.experts.hardware
         one = self.grouped(instruction)
         if one and hardware and hardware.clock and self._estimated:
             return round(one.seconds(hardware) * hardware.clock)
@@ -120,7 +121,7 @@ class Costs:
         """The sum of what each instruction costs: one turn of the loop over new tokens, and a
         token's share of what is outside of it; all, if the program has no such loop.
         """
-        instructions = self._program.entry.instructions
+        instructions = self.program.entry.instructions
         total = sum(map(of, instructions))
         for one in instructions:
             if one.opcode == "while" and _TOKENS.search(one.op_name):
@@ -159,7 +160,7 @@ class Costs:
     @functools.cached_property
     def trips(self) -> Mapping[Computation, int]:
         """Number of runs of each computation in one execution of the program."""
-        entry = self._program.entry
+        entry = self.program.entry
         counts = collections.Counter({entry: 1})
         for times, one in executed(entry.instructions):
             for called in one.calls:

@@ -102,8 +102,10 @@ class Transfer:
             return Status.MERGED
         if self.collective.synchronous:
             return Status.SYNCHRONOUS
-        is_ring = bool(self.collective.permutes)
-        covered = rings.covered(self.collective) if is_ring else self.window >= ENOUGH
+        if self.collective.permutes:
+            covered = rings.covered(self.collective)
+        else:
+            covered = self.window >= ENOUGH
         return Status.HIDDEN if covered else Status.EXPOSED
 
     @property
