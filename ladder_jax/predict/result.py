@@ -10,13 +10,14 @@ the same devices without tensor parallelism; and, of experts with a capacity, wi
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from ladder_jax.config import Phase, parse_residual
+from ladder_jax.config import ExpertParallelism, Launch, Phase, parse_residual
 from ladder_jax.predict import model
 from ladder_jax.predict.machine import ANY, NCCL
 from ladder_jax.predict.model import Pass, Speed, fastest
 from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.request import BASELINE, GENERATE, Request
 from ladder_jax.predict.work import OURS, TRAINING, Model, Task
+from ladder_jax.terminal import Table, number
 
 # a smaller gain over the fastest Standard is within the model's error, and no reason to change a
 # model
@@ -26,6 +27,18 @@ SAME = 0.95
 
 NCCLS = Program(algorithms=NCCL)
 """The paper's opponent."""
+
+COLUMNS = (
+    "residual",
+    "tokens/s",
+    "speed-up",
+    "over NCCL",
+    "ms",
+    "exposed ms",
+    "hidden",
+    "form",
+    "launch",
+)
 
 PREFERENCE = (
     *("standard", "ladder", "farskip", "ladder-fresh"),
@@ -53,6 +66,29 @@ class Row:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.speed.seconds
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row in the table of topologies."""
+        prefill = []
+        one = self.speed
+        if isinstance(one, Speed):
+            prefill = [f"{one.prefill.seconds * 1e3:.1f}"]
+            one = one.step
+        hides = one.wire and self.residual != "no-communication"
+        form = described(one.form, one.executed["all_reduce"], one.interleave)
+        return (
+            self.residual,
+            number(self.tokens_per_second),
+            f"{self.speedup:.2f}",
+            f"{self.speedup_over_nccl:.2f}",
+            *prefill,
+            f"{one.seconds * 1e3:.2f}",
+            f"{one.exposed * 1e3:.2f}",
+            f"{one.hidden:.0%}" if hides else "-",
+            form if hides else "-",
+            one.executed["launch"] or "-",
+        )
 
     def as_dict(self, *, memory: float) -> dict:
         """The JSON row: seconds of a whole generation and of its mean decode step, or of one pass
@@ -161,6 +197,64 @@ class Result:
             "constants": request.machine.constants(),
         }
 
+    def lines(self) -> list[str | Table]:
+        """For `terminal.show`."""
+        request = self.request
+        machine = request.machine
+        advice = self.advice
+        generates = request.phase is None
+        said = [f"take {advice.residual}", f"reason    {advice.reason}"]
+        if advice.residual == BASELINE:
+            said = ["no: take standard", f"reason    {advice.reason.removeprefix('no: ')}"]
+        elif advice.ladder_helps is False:
+            said.append("note      the plain Ladder: no, it does not help here")
+        columns = list(COLUMNS)
+        if generates:
+            what = f"{request.new_tokens} new tokens after prompts of {request.prompt_length}"
+            columns[4:5] = ["prefill ms", "step ms"]
+        else:
+            passed = "forward and backward" if request.phase is Phase.TRAIN else "prefill"
+            what = f"{passed} of {request.tokens} tokens"
+        said += [
+            f"{request.model}, {what}, batch {request.batch}, tensor {request.tensor} on {machine.name}; analytic",
+            Table(columns, [row.cells for row in self.rows], left=("residual", "form", "launch")),
+        ]
+        if generates:
+            most = max(row.speed.memory for row in self.rows)
+            said += [
+                f"speed-up: over {self.baseline.name}; over NCCL: over Standard with NCCL's all-reduces"
+                " (XLA's on a TPU)",
+                "exposed, form: of a decode step; hidden: the share of its all-reduces' time that adds nothing to it",
+                f"memory    {most / 2**30:.1f} GiB of weights and cache a device",
+            ]
+            if most > machine.memory:
+                said.append(
+                    f"note      weights and cache need more than a device's {machine.memory / 2**30:.0f} GiB"
+                )
+            if any(row.speed.executed["launch"] == Launch.EXPLICIT.value for row in self.rows):
+                said.append(
+                    "note      explicit launches, the default here, have never run; --launch chained: without them"
+                )
+        else:
+            forms = [f"{one.described} {number(one.tokens_per_second)}" for one in self.opponents]
+            said += [
+                f"Standard's forms, tokens/s: {'; '.join(forms)}",
+                f"speed-up: over {self.baseline.name}; over NCCL: over Standard (all-reduce) with NCCL's all-reduces",
+            ]
+            if request.experts is ExpertParallelism.EXCHANGE:
+                said.append(
+                    f"exchange  with capacity {request.capacity:g}: whole buffers are sent and computed, full or not"
+                )
+        doubtful = [
+            one for one in machine.sources.values() if "assumed" in one or "not verified" in one
+        ]
+        if doubtful:
+            said.append(
+                f"note      {len(doubtful)} of {machine.name}'s constants are assumed, or figures of threads, not"
+                " verified: ladder-jax calibrate measures yours"
+            )
+        return said
+
 
 def predict(request: Request) -> Result:
     speeds, opponents, nccl = (_of_one_pass if request.phase else _of_generation)(request)
@@ -245,9 +339,8 @@ def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: in
     best = max((row.speedup for row in usable), default=1.0)
     share = opponent.exposed / opponent.seconds
     if tensor == 1:
-        return Advice(
-            "standard", "no: one device communicates nothing, so there is nothing to hide", helps
-        )
+        reason = "no: one device communicates nothing, so there is nothing to hide"
+        return Advice("standard", reason, helps)
     if best < WORTH:
         gains = f"no topology is {WORTH - 1:.0%} faster than {name}"
         return Advice("standard", f"no: {gains}; communication is {share:.1%} of its time", helps)
@@ -263,7 +356,7 @@ def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: in
 def _rank(residual: str) -> int:
     name = parse_residual(residual)
     key = "ladder-K" if name.kind == "ladder" and name.number > 1 else name.kind
-    return PREFERENCE.index(key) if key in PREFERENCE else len(PREFERENCE)
+    return (*PREFERENCE, key).index(key)  # any other comes last
 
 
 def described(form: str, all_reduce: str | None, interleave: int | dict[str, int]) -> str:
