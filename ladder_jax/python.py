@@ -23,12 +23,12 @@ def safe_path(**changes: str) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)  # which raises what came meanwhile
 
 
 def versions(*packages: str) -> dict[str, str]:

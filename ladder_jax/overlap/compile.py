@@ -2,6 +2,7 @@
 cache.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -140,19 +141,19 @@ def apart(function: str, *arguments: Any, target: Target, flags: str = "") -> An
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, function, arguments), daemon=True)
-    with python.safe_path(**_environment(target, flags)):
-        process.start()
-    theirs.close()
-    try:
-        answer = ours.recv()
-    except EOFError:
-        process.join()
-        raise UserError(
-            f"the compiler for {target.name} ended with status {process.exitcode}: out of memory?"
-        ) from None
-    finally:
-        process.kill()  # a compiler's threads may hang at the interpreter's end
-        process.join()
+    with contextlib.ExitStack() as stack:
+        with python.safe_path(**_environment(target, flags)):
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)  # a compiler's threads may hang at the interpreter's end
+        theirs.close()
+        try:
+            answer = ours.recv()
+        except EOFError:
+            process.join()
+            raise UserError(
+                f"the compiler for {target.name} ended with status {process.exitcode}: out of memory?"
+            ) from None
     if isinstance(answer, Exception):
         raise answer
     return answer
