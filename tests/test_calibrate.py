@@ -39,9 +39,10 @@ def test_predict_reads_what_was_written(written, prints):
     assert mine.bandwidth > 1e8
     assert 0 < mine.launch < 1e-2
     assert mine.link.bandwidth > 1e6
-    words = f"predict --model tiny --hardware {folder / 'mine.yaml'} --tensor 2 --json"
-    rows = json.loads(prints(*words.split()))["rows"]
+    words = f"predict --model tiny --hardware {folder / 'mine.yaml'} --tensor 2"
+    rows = json.loads(prints(*words.split(), "--json"))["rows"]
     assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert prints(*words.split()).endswith("calibrate measures yours, but for contention\n")
 
 
 def test_what_it_says_of_itself(written):

@@ -251,7 +251,7 @@ class Result:
         if doubtful:
             said.append(
                 f"note      {len(doubtful)} of {machine.name}'s constants are assumed, or figures of threads, not"
-                " verified: ladder-jax calibrate measures yours"
+                " verified: ladder-jax calibrate measures yours, but for contention"
             )
         return said
 
