@@ -168,7 +168,7 @@ def of_sources(
         if config.distill.teacher == START and of_teacher.topology == definition.topology:
             raise UserError(
                 f"the teacher would be the model itself: its weights, and {teacher.residual};"
-                " distill.residual=standard is the original"
+                " the original is distill.residual=standard, or of refitted weights distill.teacher=PATH"
             )
     return Retraining(
         definition,
