@@ -144,6 +144,17 @@ def test_tensorboard_has_no_step_twice_after_a_return(tmp_path):
     assert events(tmp_path) == [(1, "loss", 0.5), (3, "loss", 8.0)]
 
 
+def test_tensorboard_of_a_long_run(tmp_path, monkeypatch):
+    """At its resumption each row took a write to the disk: minutes for a hundred thousand."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    board = metrics.TensorBoard(tmp_path / "tensorboard")
+    board.begin([{"step": step, "loss": 0.5} for step in range(100)])
+    assert len(synced) == 1
+    board.close()
+    assert len(events(tmp_path)) == 100
+
+
 def test_weights_and_biases(book, tmp_path, monkeypatch):
     """What is asked of the package, by a stand-in for it: one run for a folder, every row once, at
     its step.

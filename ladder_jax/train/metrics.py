@@ -64,25 +64,15 @@ class TensorBoard:
             for old in self._folder.glob("events.out.tfevents.*"):
                 old.unlink()
             self._writer = EventsWriter(str(self._folder / "events"))
-        for row in rows:
-            self.add(row)
+        self.add(*rows)
 
-    def add(self, row: Row) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-
+    def add(self, *rows: Row) -> None:
         if self._writer is None:
             return
-        values = [
-            Summary.Value(tag=key, simple_value=value)
-            for key, value in row.items()
-            if isinstance(value, float) and key != "time"
-        ]
-        summary = Summary(value=values)
-        event = Event(wall_time=row.get("time", 0.0), step=row["step"], summary=summary)
         try:
-            self._writer.write_event(event)
-            self._writer.flush()
+            for row in rows:
+                self._writer.write_event(_event(row))
+            self._writer.flush()  # onto the disk: of a long run's rows once
         except OSError:
             self.close()
 
@@ -92,6 +82,20 @@ class TensorBoard:
         with contextlib.suppress(OSError):
             if writer is not None:
                 writer.close()
+
+
+def _event(row: Row) -> Any:
+    """TensorBoard's, of a row's numbers."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    values = [
+        Summary.Value(tag=key, simple_value=value)
+        for key, value in row.items()
+        if isinstance(value, float) and key != "time"
+    ]
+    summary = Summary(value=values)
+    return Event(wall_time=row.get("time", 0.0), step=row["step"], summary=summary)
 
 
 class WandB:
