@@ -3,6 +3,7 @@ goodput, progress.
 """
 
 import concurrent.futures
+import gc
 import json
 import os
 import shutil
@@ -153,6 +154,19 @@ def test_tensorboard_of_a_long_run(tmp_path, monkeypatch):
     assert len(synced) == 1
     board.close()
     assert len(events(tmp_path)) == 100
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_tensorboard_on_a_full_disk(tmp_path, monkeypatch):
+    """What a row leaves in the file's buffer is given up, without a traceback when it is freed."""
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    monkeypatch.setattr(
+        "tensorboardX.record_writer.open_file", lambda path: open("/dev/full", "wb")
+    )
+    metrics.TensorBoard(tmp_path / "tensorboard").begin([{"step": 1, "loss": 0.5}])
+    gc.collect()
+    assert not said
 
 
 def test_weights_and_biases(book, tmp_path, monkeypatch):

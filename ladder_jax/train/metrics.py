@@ -79,9 +79,12 @@ class TensorBoard:
     def close(self) -> None:
         writer = self._writer
         self._writer = None
-        with contextlib.suppress(OSError):
-            if writer is not None:
-                writer.close()
+        if writer is None:
+            return
+        # the first leaves the file open where the disk is full, and Python would try again, aloud
+        for close in (writer.close, writer._py_recordio_writer.close):
+            with contextlib.suppress(OSError):
+                close()
 
 
 def _event(row: Row) -> Any:
