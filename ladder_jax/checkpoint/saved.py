@@ -289,7 +289,9 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
         if finished := steps(folder):
             folder = folder / str(finished[-1])
         if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
-            raise UserError(f"{str(path)!r} holds no ladder_jax checkpoint")
+            raise UserError(
+                f"{str(path)!r} holds no ladder_jax checkpoint, and no config.json of another model"
+            )
         has_manifest = (folder / manifest.NAME).is_file()
         if has_manifest:
             check_files(folder, "meta/", "data/")
