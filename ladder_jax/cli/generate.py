@@ -202,14 +202,13 @@ def _jobs(asked: Asked) -> list[Job]:
     args = asked.args
     saved = asked.saved
     tokenizer = asked.tokenizer
-    settings = asked.settings
-    model = json.dumps(
-        [saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name]
+    quantized = asked.settings.quantize.value
+    model = json.dumps([saved.identity, to_dict(saved.config.model), quantized, tokenizer.name])
+    about = dict(
+        tokenizer=tokenizer, defaults=asked.settings, vocab_size=saved.config.model.vocab_size
     )
-    about = dict(defaults=settings, vocab_size=saved.config.model.vocab_size)
     if not jsonl.is_batch(args.prompts):
-        stop = args.stop or ()
-        return jsonl.read(args.prompts, stop=stop, model=model, tokenizer=tokenizer, **about)
+        return jsonl.read(args.prompts, stop=args.stop or (), model=model, **about)
     check_http("OpenAI's batch format")
     from ladder_jax.serve import batch
 
@@ -218,9 +217,7 @@ def _jobs(asked: Asked) -> list[Job]:
         raise UserError(
             f"--{option}: in OpenAI's batch format each line's body has its own settings"
         )
-    return batch.read(
-        args.prompts, name=saved.config.run.name, tokenizer=tokenizer, identity=model, **about
-    )
+    return batch.read(args.prompts, name=saved.config.run.name, identity=model, **about)
 
 
 def _chat(asked: Asked) -> None:

@@ -46,8 +46,11 @@ def _train(
 
         from ladder_jax.predict import halves
 
-        say = terminal.say if shown else lambda line: None
-        settings = halves.of_training(settings, kind=jax.devices()[0].device_kind, say=say)
+        settings = halves.of_training(
+            settings,
+            kind=jax.devices()[0].device_kind,
+            say=terminal.say if shown else lambda line: None,
+        )
     result = train(settings, say=terminal.say, profile=steps, heartbeat=heartbeat, timeout=timeout)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
@@ -64,9 +67,9 @@ def _equal(settings: RunConfig, args: argparse.Namespace) -> dict:
 
     from ladder_jax import __version__
 
-    versions = {"ladder_jax": __version__, "jax": jax.__version__}
     return {
-        **versions,
+        "ladder_jax": __version__,
+        "jax": jax.__version__,
         "--profile": args.profile,
         "--cpu-devices": args.cpu_devices,
         **to_dict(settings),

@@ -33,9 +33,9 @@ def load(source: str | pathlib.Path, *, overrides: list[str] | tuple[str, ...] =
         tree = read_yaml(path, what="configuration")
         tree = {} if tree is None else tree
         if not isinstance(tree, dict):
-            kind = type(tree).__name__
             raise UserError(
-                f"configuration {str(path)!r} must hold sections such as 'model:', not {kind}"
+                f"configuration {str(path)!r} must hold sections such as 'model:', not"
+                f" {type(tree).__name__}"
             )
         tree.setdefault("run", {})
         if isinstance(tree["run"], dict):

@@ -188,14 +188,14 @@ def check_retraining(config: Any) -> None:
             "conversion.steps needs a model.residual of ladder, ladder-K, ladder-fresh or farskip, not"
             f" {model.residual!r}",
         )
-        which = model.ladder_layers
-        turning = len(layer_indices(which or "all", model.num_layers))
+        turning = len(layer_indices(model.ladder_layers or "all", model.num_layers))
         check(
             turning > 0,
-            f"conversion.steps={conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
+            f"conversion.steps={conversion.steps} has no ladder layer to turn:"
+            f" model.ladder_layers={model.ladder_layers!r}",
         )
-        groups = conversion.groups
         check(
-            groups <= turning,
-            f"conversion.groups={groups} is more than the {turning} layers that turn (allowed: 1 to {turning})",
+            conversion.groups <= turning,
+            f"conversion.groups={conversion.groups} is more than the {turning} layers that turn"
+            f" (allowed: 1 to {turning})",
         )

@@ -89,8 +89,8 @@ def check_tensor(model: ModelConfig, *, tensor: int, devices: int, where: str) -
     """Of the command line's `--tensor`: raises UserError if the model cannot be split over so many
     of the devices of `where`.
     """
-    every = range(1, devices + 1)
-    allowed = [n for n in every if passes(check_fits_mesh, model, MeshConfig(tensor=n))]
+    fits = lambda n: passes(check_fits_mesh, model, MeshConfig(tensor=n))
+    allowed = list(filter(fits, range(1, devices + 1)))
     check(
         tensor in allowed,
         f"--tensor {tensor} does not split this model over {where}, of {devices} devices"
@@ -349,9 +349,8 @@ class RunConfig(Section):
             f"train.accumulate={train.accumulate} does not divide a device's {of_device} rows (train.batch="
             f"{train.batch} over data x fsdp = {rows})",
         )
-        halves = train.interleave is Interleave.HALVES
         check_halves(
-            2 if halves else 1,
+            2 if train.interleave is Interleave.HALVES else 1,
             model=model,
             rows=of_device // train.accumulate,
             sequence_parallel=split and tensor > 1,

@@ -26,10 +26,14 @@ def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> 
     mesh = config.mesh
     shard = Model(with_ranks(config.model, tensor=mesh.tensor), mesh.tensor, TRAINING)
     rows = train.batch // (mesh.data * mesh.fsdp) // train.accumulate
-    block = shard.prefill(rows=rows, prompt_length=train.sequence)
-    form = form_of(mesh.experts, sequence_parallel=train.sequence_parallel)
-    choice = Choice(experts=mesh.experts)
-    interleave, why = _fastest(shard, block, form, phase=Phase.TRAIN, kind=kind, choice=choice)
+    interleave, why = _fastest(
+        shard,
+        shard.prefill(rows=rows, prompt_length=train.sequence),
+        form_of(mesh.experts, sequence_parallel=train.sequence_parallel),
+        phase=Phase.TRAIN,
+        kind=kind,
+        choice=Choice(experts=mesh.experts),
+    )
     decided = lambda choice: dataclasses.replace(
         config, train=dataclasses.replace(train, interleave=choice)
     )
@@ -50,17 +54,15 @@ def of_reading(
     """
     layout = definition.layout
     shard = Model(definition.config, 1 if layout.emulated else layout.ranks)
-    block = shard.prefill(rows=1, prompt_length=min(tokens, settings.prefill_chunk))
     launch = settings.launch
     if launch is Launch.AUTO:
         launch = resolve_launch(launch, mesh=layout.mesh)
-    kind = layout.mesh.devices.flat[0].device_kind
     interleave, why = _fastest(
         shard,
-        block,
+        shard.prefill(rows=1, prompt_length=min(tokens, settings.prefill_chunk)),
         Form.ALL_REDUCE,
         phase=Phase.PREFILL,
-        kind=kind,
+        kind=layout.mesh.devices.flat[0].device_kind,
         choice=Choice(launch=launch),
     )
     say(f"decode.interleave=auto: {interleave.value}, {why}")
