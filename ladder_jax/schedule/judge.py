@@ -21,7 +21,7 @@ from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import SUBLAYERS, Costs, sublayer_of
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Program
-from ladder_jax.schedule.report import Report, Role, Status, Transfer
+from ladder_jax.schedule.report import Report, Role, Transfer
 from ladder_jax.scopes import DATA, ENTER, FOLLOWING, FSDP, GATHER, LAUNCH, PREVIOUS, SCATTER
 
 NAMES_IN_KEY = "jax_compilation_cache_include_metadata_in_key"
@@ -86,7 +86,7 @@ def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings:
         not_hidden = [
             f"{r.collective.name} ({r.count} x {r.collective.bytes:,} bytes): {r.status.value}"
             for r in report.reductions
-            if r.status is not Status.HIDDEN
+            if not r.hidden
         ]
         raise AssertionError(
             f"{report.exposed} of {report.all_reduces} reductions are not hidden, {exposed} allowed: "
@@ -191,7 +191,7 @@ def read(
 
     every = lambda role, group: tuple(judged(role, one) for one in group)
     reductions = every(Role.REDUCTION, reduced)
-    hidden = [r.collective for r in reductions if r.status is Status.HIDDEN]
+    hidden = [r.collective for r in reductions if r.hidden]
     beside = collectives.beside(hidden, program=program, costs=costs)
     return Report(
         reductions=reductions,

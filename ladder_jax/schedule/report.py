@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ladder_jax.schedule import rings
 from ladder_jax.schedule.collectives import Collective
@@ -109,6 +109,10 @@ class Transfer:
         return Status.HIDDEN if covered else Status.EXPOSED
 
     @property
+    def hidden(self) -> bool:
+        return self.status is Status.HIDDEN
+
+    @property
     def title(self) -> str:
         end = "input" if ENTER in self.collective.op_name else "output"
         last = f"last {end}" if self.layer == "last" else self.collective.kind
@@ -201,7 +205,7 @@ class Report:
 
     @property
     def merged(self) -> int:
-        return _count(self._reduced, Status.MERGED)
+        return _count(one for one in self._reduced if one.status is Status.MERGED)
 
     @property
     def exposed(self) -> int:
@@ -212,9 +216,7 @@ class Report:
         """Least and median window of the hidden reductions, in sublayers' matmul FLOPs; None if
         none is hidden.
         """
-        windows = [
-            r.window for r in self.reductions if r.status is Status.HIDDEN for _ in range(r.count)
-        ]
+        windows = [r.window for r in self.reductions if r.hidden for _ in range(r.count)]
         return {"least": min(windows), "median": statistics.median(windows)} if windows else None
 
     @property
@@ -254,7 +256,7 @@ class Report:
             else "collectives"
         )
         line = f"{self.hidden} of {self.all_reduces} {noun} hidden"
-        exposed = [r for r in self._reduced if r.status is not Status.HIDDEN]
+        exposed = [r for r in self._reduced if not r.hidden]
         if not exposed:
             return line
         if self.merged:
@@ -288,27 +290,25 @@ class Report:
         return Table(COLUMNS, rows, left=("reduction", "layers", "status"))
 
 
-def _count(transfers: Sequence[Transfer], *statuses: Status) -> int:
-    return sum(t.count for t in transfers if not statuses or t.status in statuses)
+def _count(transfers: Iterable[Transfer]) -> int:
+    return sum(t.count for t in transfers)
 
 
 def _asynchronous(transfers: Sequence[Transfer]) -> int:
-    return _count([t for t in transfers if not t.collective.synchronous])
+    return _count(t for t in transfers if not t.collective.synchronous)
 
 
 def hidden(transfers: Sequence[Transfer]) -> int:
     """The number of hidden arrays (of OTHER: messages)."""
-    return _count(transfers, Status.HIDDEN)
+    return _count(t for t in transfers if t.hidden)
 
 
 def hidden_bytes(transfers: Sequence[Transfer]) -> float | None:
     """The share of the transfers' bytes that is hidden; None without transfers."""
+    if not transfers:
+        return None
     moved = lambda group: sum(t.collective.executions * t.collective.bytes for t in group)
-    return (
-        moved(t for t in transfers if t.status is Status.HIDDEN) / moved(transfers)
-        if transfers
-        else None
-    )
+    return moved(t for t in transfers if t.hidden) / moved(transfers)
 
 
 def _transfers(transfers: Sequence[Transfer]) -> dict:
