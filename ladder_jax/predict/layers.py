@@ -27,10 +27,9 @@ from ladder_jax.predict.machine import Algorithm, Halves, Ring
 from ladder_jax.predict.program import Form, Program, steps_of
 from ladder_jax.predict.timeline import Slot, Timeline, Work, play, play_slots, turns
 from ladder_jax.predict.work import (
-    AFTER_GATHER,
     ATTENTION,
-    BEFORE_SCATTER,
     MLP,
+    RINGED,
     SHARED,
     Block,
     Kernel,
@@ -123,7 +122,7 @@ def _in_rings(task: Task, steps: Sequence[Step]) -> Timeline:
         for kernel in task.model.step(step.sublayers, task.block, split=task.model.ranks):
             alone = task.work([kernel])
             plain += alone.seconds
-            if kernel.name in (*AFTER_GATHER, *BEFORE_SCATTER):
+            if kernel.name in RINGED:
                 slots += ring_product(task, kernel)
             else:
                 slots.append(Slot(alone))

@@ -206,18 +206,13 @@ class Link(Section):
         inside = math.ceil(ranks / self.nodes(ranks))
         steps = 1 if self.ring is Ring.ONE_WAY else inside // 2
         seconds = self.latency + steps * self.step
-        within = crossings(inside, ring=self.ring) * inside / ranks * size / self.bandwidth
+        # how often a rank's bytes cross a link, over the ranks; both directions of a torus are one
+        crossings = inside - 1 if self.ring is Ring.ONE_WAY else inside**2 // 4
+        within = crossings / ranks * size / self.bandwidth
         if inside == ranks:
             return seconds + within
         leaving = (ranks - inside) / ranks * size / self.network.bandwidth
         return seconds + self.network.step + max(within, leaving)
-
-
-def crossings(ranks: int, *, ring: Ring) -> float:
-    """How often a rank's bytes cross a link, per rank, in an all-to-all; both directions of a torus
-    are one link.
-    """
-    return ranks**2 // 4 / ranks if ring is Ring.TWO_WAY else (ranks - 1) / ranks
 
 
 @dataclasses.dataclass(frozen=True)

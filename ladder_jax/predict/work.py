@@ -29,8 +29,8 @@ SHARED = 2
 # the MLP of a first layer without experts, which a topology's steps do not tell from experts
 DENSE = 3
 FLOAT32 = 4  # bytes
-AFTER_GATHER = ("query, key, value", "gate, up")  # kernels, by name
-BEFORE_SCATTER = ("out", "down")
+# kernels, by name: after a gather, or before a scatter
+RINGED = ("query, key, value", "gate, up", "out", "down")
 
 
 @dataclasses.dataclass(frozen=True)
