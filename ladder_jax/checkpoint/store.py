@@ -71,7 +71,7 @@ class Store:
         self._agreement = Agreement("save", timeout=timeout)
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._clear()
+            patiently(self.folder, self._clear)
 
     def save(
         self,

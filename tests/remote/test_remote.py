@@ -133,12 +133,13 @@ def test_a_store_that_is_away_while_a_run_is_resumed(away, run, local, monkeypat
         away.bucket.delete(name)
 
     for function in (
-        "folder._check",
-        "folder.beginning",
-        "checkpoints.steps",
-        "checkpoints.open_checkpoint",
+        "train.folder._check",
+        "train.folder.beginning",
+        "train.checkpoints.steps",
+        "train.checkpoints.open_checkpoint",
+        "checkpoint.store.unfinished_steps",
     ):
-        interrupt(away, monkeypatch, f"ladder_jax.train.{function}")
+        interrupt(away, monkeypatch, f"ladder_jax.{function}")
     assert train(away.url("runs/waiting")) == 0
     assert f"resuming {away.url('runs/waiting')} from step 9" in capsys.readouterr().err
     assert numbers(away.url("runs/waiting")) == numbers(local)
