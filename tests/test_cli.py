@@ -119,6 +119,7 @@ MISTAKES = {
     "generate nowhere --prompt x --context 9": "--context is for --chat",
     "train tiny data.tokenizer=nowhere": "there is no tokenizer at 'nowhere' (allowed: 'bytes', or a folder",
     "generate nowhere --prompt x --slots 0": "--slots must be positive, not 0",
+    "plan --model tiny-moe --target cpu:8 --tokens 64 --capacity inf": "--capacity must be positive, not inf",
     "doctor --jsn": "did you mean '--json'?",
 }
 

@@ -400,8 +400,6 @@ def test_a_confirmed_answer(capsys, monkeypatch, tmp_path):
         (dict(tokens=1000, sequence=512), "--tokens 1000 are not a multiple of --sequence 512"),
         (dict(residual="ladder-fresh"), "give model.ranks"),
         (dict(capacity=1.25), "--capacity 1.25 is of experts, which llama-3-70b has not"),
-        (dict(model="tiny-moe", capacity=0.0), "--capacity must be positive, not 0.0"),
-        (dict(model="tiny-moe", capacity=math.inf), "--capacity must be positive, not inf"),
         (
             dict(interleave=Interleave.HALVES, residual="no-communication"),
             "interleave=2 is for a residual that",

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import importlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ class Verb:
 
 class _Positive(argparse.Action):
     def __call__(self, parser, namespace, value, option_string=None):
-        if value < 1:
+        if not 0 < value < math.inf:
             raise UserError(f"{self.option_strings[0]} must be positive, not {value}")
         setattr(namespace, self.dest, value)
 
@@ -73,6 +74,7 @@ needed = functools.partial(typed, str, required=True)
 number = functools.partial(typed, int)
 count = functools.partial(typed, int, action=_Positive)
 real = functools.partial(typed, float)
+positive = functools.partial(typed, float, action=_Positive)
 repeated = functools.partial(typed, str, action="append")
 
 JSON = {"--json": "print one JSON object"}
@@ -94,7 +96,9 @@ DECODED = {
 MODEL = {
     "--model MODEL": needed("a preset, such as llama-3-70b, a config file, or any model"),
 }
-CAPACITY = {"--capacity C": real("of --experts exchange: an expert's rows, at most, over the mean")}
+CAPACITY = {
+    "--capacity C": positive("of --experts exchange: an expert's rows, at most, over the mean")
+}
 LAYERS = {"--layers N": count("layers (default: the model's)")}
 
 VERBS = {
@@ -348,7 +352,7 @@ VERBS = {
             "--sequence T": dict(count("tokens a sequence (default 2048)"), default=2048),
             "--residual NAME": "standard, ladder, ... (default: the model's)",
             **LAYERS,
-            "--capacity C": real(
+            "--capacity C": positive(
                 "an expert's rows, at most, over the mean (default: the model's); exchanging rows (mesh.experts)"
                 " needs it"
             ),

@@ -71,7 +71,6 @@ def make(
             config.moe is not None,
             f"--capacity {capacity} is of experts, which {model} has not (model.moe)",
         )
-        check(0 < capacity < math.inf, f"--capacity must be positive, not {capacity}")
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity=capacity))
         changes["moe.capacity"] = capacity
     models.check_alone(config, verb="plan")
