@@ -162,8 +162,9 @@ def candidates(request: Request) -> list[Candidate]:
     """All candidates whose steps have the request's number of tokens. Raises UserError if there is
     none.
     """
-    auto = request.interleave is Interleave.AUTO
-    interleaves = (1, 2) if auto else (request.interleave.parts,)
+    interleaves = (1, 2)
+    if request.interleave is not Interleave.AUTO:
+        interleaves = (request.interleave.parts,)
     result = []
     for mesh in meshes_of(request):
         share = request.sequences // (mesh.data * mesh.fsdp)
@@ -214,7 +215,7 @@ def uses_whole_torus_axes(target: Target, mesh: MeshConfig) -> bool:
         return True
     torus = [int(size) for size in target.shape.split("x")]
     torus.append(target.count // math.prod(torus))  # devices per chip
-    sizes = [mesh.data, mesh.fsdp, mesh.tensor]
+    sizes = list(mesh.axes.values())
     product = lambda axis, places: math.prod(
         size for size, place in zip(torus, places) if place == axis
     )

@@ -47,7 +47,6 @@ from ladder_jax.config import ModelConfig, Phase
 from ladder_jax.predict.layers import kernels_of_layers, layers, reduction
 from ladder_jax.predict.machine import Algorithm, Halves, Machine
 from ladder_jax.predict.program import (
-    ANY_PROGRAM,
     PLAIN,
     Choice,
     Form,
@@ -187,7 +186,7 @@ def speed(
     )
 
 
-def passes(task: Task, *, phase: Phase, by: Program | Choice = ANY_PROGRAM) -> list[Pass]:
+def passes(task: Task, *, phase: Phase, by: Program | Choice) -> list[Pass]:
     """A prefill, decode step or training step by a tensor-parallel program, or by each of those
     that may run it.
     """

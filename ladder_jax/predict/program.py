@@ -87,10 +87,7 @@ class Choice:
     experts: ExpertParallelism = ExpertParallelism.REDUCE
 
 
-ANY_PROGRAM = Choice()
-
-
-def programs(task: Task, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> tuple[Program, ...]:
+def programs(task: Task, *, phase: Phase, choice: Choice) -> tuple[Program, ...]:
     """The tensor-parallel programs for a topology, at least one.
 
     A topology that waits for its all-reduces may use any. One that hides them may use those that

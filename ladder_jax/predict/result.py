@@ -41,8 +41,14 @@ COLUMNS = (
 )
 
 PREFERENCE = (
-    *("standard", "ladder", "farskip", "ladder-fresh"),
-    *("parallel-shared-norm", "parallel", "ladder-K", "parallel-ladder"),
+    "standard",
+    "ladder",
+    "farskip",
+    "ladder-fresh",
+    "parallel-shared-norm",
+    "parallel",
+    "ladder-K",
+    "parallel-ladder",
 )
 """Order of recommendation among equally fast topologies: first those closest to trained and
 measured models.

@@ -109,7 +109,7 @@ def test_windows_are_those_of_compiled_programs(row):
     kind = row["target"].partition(":")[0]
     shard, block = prompt(preset("llama-3-70b", residual="ladder"))
     task = work.Task(shard, machine.load(HARDWARE[kind].machine), block)
-    found = programs(task, phase=Phase(row["phase"]))
+    found = programs(task, phase=Phase(row["phase"]), choice=Choice())
     window = {one.launch: one.window for one in found}
     least = round(row["chained"]["window_flops_fraction"]["least"], 2)
     assert window.pop(Launch.CHAINED) == min(least, 1.0)
@@ -125,7 +125,7 @@ def test_forms_of_many_tokens():
     def found(name, tokens, *, rows=1, **ranks):
         one = preset("llama-3-8b", residual=name, **ranks)
         shard, block = prompt(one, rows=rows, tokens=tokens)
-        return programs(work.Task(shard, H100, block), phase=Phase.PREFILL)
+        return programs(work.Task(shard, H100, block), phase=Phase.PREFILL, choice=Choice())
 
     def forms(name, tokens, *, rows=1, interleave=1):
         return {one.form for one in found(name, tokens, rows=rows) if one.interleave == interleave}
