@@ -130,6 +130,14 @@ def test_generate_runs_the_audited_programs(more, quantize, lowered, worked, tmp
     assert set(lowered[Phase.DECODE]) == {worked(Phase.DECODE, **form)}
 
 
+def test_generate_takes_a_launch(tmp_path, capsys):
+    """Whatever the run's own is."""
+    starts.save(tmp_path / "checkpoints", definition_of(Phase.DECODE))
+    words = f"generate {tmp_path} --prompt a --launch explicit"
+    assert cli.main(words.split()) == 2
+    assert "launch 'explicit' is for NVIDIA GPUs" in capsys.readouterr().err
+
+
 def test_bench_times_the_audited_programs(lowered, monkeypatch):
     """Its caches hold the prompt and what is new, and its token loop makes all of that in one
     call.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SLOTS = 8
 CONTEXT = 2048  # positions of a conversation
-FORM = ("quantize", "interleave")  # settings of how a model is decoded, whatever is asked of it
+FORM = ("quantize", "interleave", "launch")  # how a model is decoded, whatever is asked of it
 HTTP = ("fastapi", "uvicorn", "prometheus_client")
 
 

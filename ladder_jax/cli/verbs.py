@@ -88,6 +88,9 @@ OPENED = {
 DECODED = {
     **OPENED,
     "--quantize QUANTIZE": typed(Quantize, "int8: the weights in 8 bits; none (the default)"),
+    "--launch LAUNCH": typed(
+        Launch, "of hidden all-reduces: explicit, chained, or auto (the default)"
+    ),
     "--interleave N": typed(
         Interleave,
         "1 (the default), 2: read prompts in two halves in turn; auto: where predicted to be faster",
