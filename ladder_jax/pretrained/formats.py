@@ -187,9 +187,9 @@ def open_model(
     file, or `org/name[@revision]` of the Hub (`org/name/FILE.gguf`, where it holds several), which
     is downloaded.
 
-    Reads only headers. ladder_layers, residual, ranks: convert it, see `with_ladder_layers`. Raises
-    UserError where there is no such model, for other formats, damaged files, and models that cannot
-    be represented.
+    Reads only headers, and the head of a tied model whose files hold one. ladder_layers, residual,
+    ranks: convert it, see `with_ladder_layers`. Raises UserError where there is no such model, for
+    other formats, damaged files, and models that cannot be represented.
     """
     path, identifier = locate(name)
     shown = str(identifier or name)

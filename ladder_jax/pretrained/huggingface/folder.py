@@ -50,8 +50,8 @@ _FAST = "PreTrainedTokenizerFast"
 
 
 def read(folder: pathlib.Path) -> Source:
-    """The model in `folder`. Reads and compares its configuration and its files' headers, but no
-    values.
+    """The model in `folder`. Reads and compares its configuration and its files' headers; of values
+    only two tables of a tied model, which must be one.
 
     Raises UserError for a model that we cannot represent, and for files that are missing, damaged,
     or of another model.
