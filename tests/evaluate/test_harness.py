@@ -10,10 +10,8 @@ import lm_eval
 import pytest
 import yaml
 
-from ladder_jax import cli, evaluate
-from tests import tokenizers
+from ladder_jax import evaluate
 from tests.evaluate.conftest import WINDOW, rows_of
-from tests.pretrained import models
 from tests.refusals import refused
 
 TEXTS = [
@@ -310,29 +308,3 @@ def test_a_mistake_of_its_command_is_one_line(arguments, message, monkeypatch, c
     monkeypatch.setattr("sys.argv", command.split())
     assert harness.main() == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"ladder-jax: {message}")
-
-
-@pytest.mark.hf
-@pytest.mark.filterwarnings("ignore")  # PyTorch's and transformers' own
-def test_a_hugging_face_model_by_pytorch(harness, tmp_path):
-    """By the harness's own model `hf`; and converted, then evaluated by us."""
-    from lm_eval.models.huggingface import HFLM
-
-    folder = pathlib.Path(tokenizers.folder(tmp_path / "theirs"))
-    ends = {"bos_token_id": 0, "eos_token_id": 1}
-    models.write(folder, "llama-3.1", vocab_size=301, max_position_embeddings=WINDOW, **ends)
-    (folder / "generation_config.json").write_text(json.dumps(ends))
-    names = {
-        "bos_token": tokenizers.BEGIN,
-        "eos_token": tokenizers.END,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    assert cli.main(["convert", str(folder), str(tmp_path / "ours")]) == 0
-    ours = evaluate.open_model(tmp_path / "ours", window=WINDOW)
-    theirs = HFLM(
-        pretrained=str(folder), dtype="float32", device="cpu", batch_size=2, max_length=WINDOW
-    )
-    check_perplexity(ours, theirs, harness, close=1e-5)
-    check_choices(ours, theirs, harness, tmp_path, shots=1, close=1e-5)
-    check_answers(ours, theirs, harness, tmp_path, shots=0)
