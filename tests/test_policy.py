@@ -209,15 +209,8 @@ def test_rollback(book, stopped, skipped, tmp_path):
 
 
 def test_no_number_at_all(book, tmp_path):
-    """A learning rate that ends every run: stopped at the second step, or after too many returns to
-    the beginning.
-    """
+    """A learning rate that ends every run: stopped after too many returns to the beginning."""
     wild = ["train.learning_rate=1e30", "train.spike_factor=0", "train.warmup_steps=0"]
-    with pytest.raises(
-        RunFailed,
-        match=r"step 2: the (loss|gradient norm) is (nan|inf): stopped; with train.on_bad",
-    ):
-        run(book, tmp_path / "a", *wild)
-    assert [step for step, *_ in losses(tmp_path / "a")] == [1]
+    wild += ["train.on_bad_step=rollback", "train.max_bad_steps=3"]
     with pytest.raises(RunFailed, match="stopped after 3 returns"):
-        run(book, tmp_path / "b", *wild, "train.on_bad_step=rollback", "train.max_bad_steps=3")
+        run(book, tmp_path, *wild)
