@@ -25,6 +25,7 @@ ELSEWHERE = {
 
 
 def main() -> None:
+    study.parser(__doc__, name="predict").parse_args()
     results = {**study.load(RESULTS), **predictions()}
     study.keep(results, file=RESULTS)
     study.show(tables(results), folder=HERE)
