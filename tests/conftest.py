@@ -1,6 +1,7 @@
 """Eight simulated devices, strict jax settings, and compilations shared between tests and runs."""
 
 import collections
+import functools
 import gc
 import itertools
 import os
@@ -97,15 +98,25 @@ def book(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A run's folder with one checkpoint, of large matrices beside a short cache."""
+    from tests import cases, starts
+
+    folder = tmp_path_factory.mktemp("wide")
+    starts.save(folder / "checkpoints", cases.define("ladder", **starts.WIDE))
+    return folder
+
+
 @pytest.fixture(scope="session")
-def run_cli(tmp_path_factory):
-    """Runs `ladder-jax` in a process of its own, as a user would; returns the CompletedProcess."""
+def run_python(tmp_path_factory):
+    """Runs Python in a process of its own; returns the CompletedProcess."""
     import subprocess
     import sys
 
-    def run(*args, cwd=None, timeout=300, check_status=None, **environment):
+    def run(*words, cwd=None, timeout=300, check_status=None, **environment):
         done = subprocess.run(
-            [sys.executable, "-m", "ladder_jax", *map(str, args)],
+            [sys.executable, *map(str, words)],
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -117,6 +128,12 @@ def run_cli(tmp_path_factory):
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_cli(run_python):
+    """`ladder-jax` likewise, as a user would."""
+    return functools.partial(run_python, "-m", "ladder_jax")
 
 
 @pytest.fixture

@@ -46,26 +46,13 @@ def trained(tmp_path_factory):
     return folder / "out"
 
 
-@pytest.fixture
-def told(capsys):
-    """What a command prints that this process runs: several in a row, without starting as many
-    processes.
-    """
-
-    def run(*args):
-        assert cli.main(list(map(str, args))) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    return run
-
-
-def test_generate(told, trained):
+def test_generate(prints, trained):
     ask = ["generate", trained, "--prompt", "the cat", "--max-new-tokens", "20"]
-    greedy = told(*ask)
+    greedy = prints(*ask)
     assert greedy.startswith("the cat")
     assert len(greedy) > len("the cat") + 5
-    assert told(*ask, "--tensor", "1") == greedy
-    assert told("generate", trained / "checkpoints" / "2", *ask[2:]).startswith("the cat")
+    assert prints(*ask, "--tensor", "1") == greedy
+    assert prints("generate", trained / "checkpoints" / "2", *ask[2:]).startswith("the cat")
 
 
 def test_generate_in_a_process(run_cli, trained, tmp_path, monkeypatch):
@@ -78,15 +65,15 @@ def test_generate_in_a_process(run_cli, trained, tmp_path, monkeypatch):
     assert any((tmp_path / "programs").iterdir())
 
 
-def test_generate_several_prompts(told, trained):
+def test_generate_several_prompts(prints, trained):
     """Each text is that of its prompt alone, with the seed and its number."""
     ask = ["generate", trained, "--tensor", "1"]
     more = ["--max-new-tokens", "20", "--temperature", "1", "--top-k", "9", "--seed", "3"]
-    one = told(*ask, "--prompt", "the cat", *more)
-    two = told(*ask, "--prompt", "rat", *more[:-1], "4")
-    assert told(*ask, "--prompt", "the cat", "--prompt", "rat", *more) == f"{one}\n{two}"
+    one = prints(*ask, "--prompt", "the cat", *more)
+    two = prints(*ask, "--prompt", "rat", *more[:-1], "4")
+    assert prints(*ask, "--prompt", "the cat", "--prompt", "rat", *more) == f"{one}\n{two}"
     stop = one.strip("\n")[len("the cat") + 5 :][:3]
-    ended = told(*ask, "--prompt", "the cat", *more, "--stop", stop)
+    ended = prints(*ask, "--prompt", "the cat", *more, "--stop", stop)
     assert ended == one[: one.index(stop, len("the cat"))] + "\n"
 
 
@@ -208,7 +195,7 @@ def test_a_reader_that_leaves():
         assert process.wait(300) == 0
 
 
-def test_interrupted_again_while_it_ends():
+def test_interrupted_again_while_it_ends(run_python):
     code = """if True:
         import importlib, signal
         cli = importlib.import_module("ladder_jax.cli.main")
@@ -216,24 +203,24 @@ def test_interrupted_again_while_it_ends():
         cli.main([])
         signal.raise_signal(signal.SIGINT)
     """
-    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    done = run_python("-c", code)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "ladder-jax: interrupted\n")
 
 
-def test_doctor(told):
-    report = json.loads(told("doctor", "--json"))
+def test_doctor(prints):
+    report = json.loads(prints("doctor", "--json"))
     assert report["jax"] == jax.__version__
     assert report["devices"] == ["cpu"] * 8
     assert set(report["targets"]) == {target.name for target in targets.TARGETS}
     assert report["targets"]["cpu:8"] == "ok"
 
 
-def test_doctor_of_a_machine_without_the_platform_that_is_asked_for(told, monkeypatch):
+def test_doctor_of_a_machine_without_the_platform_that_is_asked_for(prints, monkeypatch):
     def devices():
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
     monkeypatch.setattr(jax, "devices", devices)
-    assert "devices   0: none" in told("doctor")
+    assert "devices   0: none" in prints("doctor")
 
 
 def test_control_characters_reach_no_terminal(capsys, monkeypatch, tmp_path):

@@ -3,15 +3,13 @@
 import dataclasses
 import json
 import pathlib
-import subprocess
-import sys
+import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ladder_jax import config, parallel
-from ladder_jax.errors import UserError
 from ladder_jax.schedule import models
 from tests.refusals import refused
 
@@ -144,10 +142,8 @@ MISTAKES = [
 
 @pytest.mark.parametrize("override, message", MISTAKES)
 def test_mistakes_are_one_line(override, message):
-    with pytest.raises(UserError) as caught:
+    with refused(re.escape(message)):
         config.load("tiny", overrides=[override])
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 SAME = [
@@ -229,10 +225,8 @@ IN_PYTHON = [
 
 @pytest.mark.parametrize("make, message", IN_PYTHON)
 def test_mistakes_in_python_are_one_line_when_made(make, message):
-    with pytest.raises(UserError) as caught:
+    with refused(re.escape(message)):
         make()
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_conversion_without_ladder_layers():
@@ -274,9 +268,9 @@ assert "jax" not in sys.modules
 """
 
 
-def test_the_import_is_light():
+def test_the_import_is_light(run_python):
     """`import ladder_jax` loads nothing else, and the configuration no jax."""
-    subprocess.run([sys.executable, "-c", LIGHT], check=True)
+    run_python("-c", LIGHT, check_status=0)
 
 
 def test_a_sequence_that_does_not_split_over_the_ranks():

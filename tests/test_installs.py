@@ -2,10 +2,7 @@
 needs.
 """
 
-import os
 import pathlib
-import subprocess
-import sys
 
 from packaging.requirements import Requirement
 
@@ -36,18 +33,6 @@ NEED_AN_EXTRA = {
 }
 
 
-def run(code: str, cwd) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT + code],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def test_templates_of_strangers_need_a_jinja2_that_holds_them():
     """Before 3.1.6 they could leave its sandbox (CVE-2025-27516)."""
     lines = (pathlib.Path(__file__).parent.parent / "requirements.txt").read_text().splitlines()
@@ -75,9 +60,8 @@ print(len(verbs.VERBS))
 """
 
 
-def test_every_verbs_help_needs_no_extra(tmp_path):
-    done = run(VERBS, tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_every_verbs_help_needs_no_extra(run_python):
+    done = run_python("-c", WITHOUT + VERBS, check_status=0)
     assert int(done.stdout) > 8
 
 
@@ -94,9 +78,8 @@ for module in pkgutil.walk_packages(ladder_jax.__path__, "ladder_jax.", onerror=
 """
 
 
-def test_every_module_but_an_extras_own_can_be_imported(tmp_path):
-    done = run(MODULES, tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_every_module_but_an_extras_own_can_be_imported(run_python):
+    done = run_python("-c", WITHOUT + MODULES, check_status=0)
     for module, missing in (line.split() for line in done.stdout.splitlines()):
         allowed = [needs for prefix, needs in NEED_AN_EXTRA.items() if module.startswith(prefix)]
         assert allowed and missing in allowed[0].split(), (module, missing)
@@ -113,8 +96,8 @@ for words in (
 """
 
 
-def test_a_picture_names_its_extra_before_the_work(tmp_path):
-    done = run(PICTURES, tmp_path)
+def test_a_picture_names_its_extra_before_the_work(run_python, tmp_path):
+    done = run_python("-c", WITHOUT + PICTURES, cwd=tmp_path)
     said = "ladder-jax: --plot picture.png: a picture needs matplotlib: pip install 'ladder-jax[plot]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (
         0,

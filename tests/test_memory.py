@@ -18,13 +18,6 @@ from tests import cases, starts
 from tests.refusals import refused
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wide")
-    starts.save(folder / "checkpoints", cases.define("ladder", **starts.WIDE))
-    return folder
-
-
 def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkeypatch, capsys):
     """A table that fits in bfloat16, but not in float32 beside it."""
     definition = cases.define(

@@ -2,10 +2,6 @@
 its all-reduces.
 """
 
-import os
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -18,14 +14,14 @@ CONFIG = minimal.Config(layers=2, width=32, heads=4, hidden=48, vocabulary=128)
 TEXT = np.frombuffer(b"the cat sat on the mat, and the rat sat on the cat. " * 40, np.uint8)
 
 
-def mesh(fsdp: int, tensor: int):
+def mesh(fsdp, tensor):
     devices = jax.devices()[: fsdp * tensor]
     return jax.make_mesh(
         (fsdp, tensor), minimal.AXES, (jax.sharding.AxisType.Auto,) * 2, devices=devices
     )
 
 
-def dense_loss(params, tokens, *, delay: int) -> float:
+def dense_loss(params, tokens, *, delay):
     """The reference's, in float64: sublayer i reads the stream without the newest `delay`
     outputs.
     """
@@ -90,12 +86,10 @@ def test_it_learns_and_writes(capsys):
 @pytest.mark.parametrize(
     "kind, verdict", [("ladder", "16 of 17 all-reduces hidden"), ("standard", "0 of 16 all-red")]
 )
-def test_what_the_compiler_hides(kind, verdict, monkeypatch):
+def test_what_the_compiler_hides(kind, verdict, monkeypatch, run_python):
     if reason := targets.not_installed(targets.parse("v5p:2x2x2")):
         pytest.skip(reason)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     words = f"-m experiments.minimal --audit v5p:2x2x2 --residual {kind}".split()
-    environment = {**os.environ, **targets.ENVIRONMENT}
-    command = [sys.executable, *words]
-    said = subprocess.check_output(command, env=environment, text=True, timeout=600)
-    assert said.startswith(verdict)
+    done = run_python(*words, cwd=".", timeout=600, check_status=0, **targets.ENVIRONMENT)
+    assert done.stdout.startswith(verdict)

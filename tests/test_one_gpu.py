@@ -3,7 +3,6 @@ value and is really there, and the arithmetic.
 """
 
 import json
-import subprocess
 import sys
 
 import jax
@@ -55,7 +54,7 @@ def test_the_wire_brings_back_what_it_was_given(name):
     assert moved(*program(name)) == 0  # and nothing of it is left
 
 
-def test_it_needs_what_the_library_needs():
+def test_it_needs_what_the_library_needs(run_python):
     """On a card's machine, where the tests' own packages may be missing."""
     parts = "values", "experts", "wire"
     script = (
@@ -63,7 +62,7 @@ def test_it_needs_what_the_library_needs():
         "sys.modules.update(dict.fromkeys(['pytest', 'autograd', 'hypothesis']))\n"
         f"for part in {parts}: importlib.import_module(f'experiments.one_gpu.{{part}}')\n"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    run_python("-c", script, cwd=ROOT, check_status=0)
 
 
 def test_exposed():

@@ -1,8 +1,6 @@
 """What is no sublayer's in a scheduled program: counted, named, judged by the sublayers' rule."""
 
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -122,14 +120,12 @@ for scope in ("one", "another"):
 """
 
 
-def test_names_are_the_program_s_own(tmp_path):
+def test_names_are_the_program_s_own(run_python, tmp_path):
     """And not those of the same operations in other scopes, compiled and kept before."""
     kept = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", NAMED], env={**os.environ, **kept}, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and os.listdir(tmp_path), done.stderr
+    run_python("-c", NAMED, check_status=0, **kept)
+    assert os.listdir(tmp_path)

@@ -5,8 +5,6 @@ plugins complain of.
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import types
 
 import pytest
@@ -40,22 +38,16 @@ def environment(tmp_path_factory):
     }
 
 
-def python(code, environment):
-    pipes = dict(capture_output=True, text=True, timeout=200)
-    return subprocess.run([sys.executable, "-c", code], **pipes, env={**os.environ, **environment})
-
-
-def test_the_plugin_complains(environment):
+def test_the_plugin_complains(run_python, environment):
     """As jax is by itself: without this the tests below would show nothing."""
-    done = python("import jax; jax.devices()", environment)
-    assert done.returncode == 0
+    done = run_python("-c", "import jax; jax.devices()", check_status=0, **environment)
     assert "RuntimeError: cuDNN not found" in done.stderr
 
 
 @quiet
-def test_in_a_notebook(environment):
+def test_in_a_notebook(run_python, environment):
     code = "import ladder_jax as lj; lj.Transformer; import jax; print(jax.devices()[0].platform, lj.make_mesh().size)"
-    done = python(code, environment)
+    done = run_python("-c", code, **environment)
     assert (done.stdout, done.stderr) == ("cpu 1\n", "")
 
 

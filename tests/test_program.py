@@ -3,10 +3,7 @@ chunk's, and controls.
 """
 
 import hashlib
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -83,20 +80,13 @@ def lowered():
     ]
 
 
-def test_every_process_makes_the_same_program():
+def test_every_process_makes_the_same_program(run_python):
     """Python orders sets differently in each; several processes that run one program must not
     differ.
     """
     code = "from tests import test_program; print(*test_program.lowered())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=pathlib.Path(__file__).parent.parent,
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    root = pathlib.Path(__file__).parent.parent
+    done = run_python("-c", code, cwd=root, check_status=0, PYTHONHASHSEED="1")
     assert done.stdout.split() == lowered()  # of a random seed, as Python's own
 
 

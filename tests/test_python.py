@@ -3,17 +3,15 @@ folder.
 """
 
 import concurrent.futures
+import functools
 import multiprocessing
-import os
 import pathlib
 import signal
-import socket
-import subprocess
-import sys
 
 import pytest
 
 from ladder_jax import python
+from tests.processes.conftest import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
 SLURM = {
@@ -47,21 +45,13 @@ def planted(tmp_path_factory):
 
 
 @pytest.fixture
-def ladder(tmp_path):
+def ladder(tmp_path, run_python):
     """As the installed `ladder-jax`, which has its own folder in its path and not the current
     one.
     """
     script = tmp_path / "ladder-jax"
     script.write_text(SCRIPT)
-
-    def run(*words, cwd, **environment):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-        pipes = dict(capture_output=True, text=True, timeout=200)
-        return subprocess.run(
-            [sys.executable, str(script), *words], **pipes, cwd=cwd, env=environment
-        )
-
-    return run
+    return functools.partial(run_python, script, PYTHONPATH=str(ROOT))
 
 
 def test_an_interrupt_is_the_parents():
@@ -90,9 +80,7 @@ def test_tokenize(ladder, planted):
 
 def test_train(ladder, planted):
     """The look for a cluster, and the workers: both get as far as the data, which is not there."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        told = {**SLURM, "LADDER_JAX_COORDINATOR": f"localhost:{free.getsockname()[1]}"}
+    told = {**SLURM, "LADDER_JAX_COORDINATOR": f"localhost:{free_port()}"}
     words = ["train", "tiny", "data.path=nowhere.txt", "mesh.data=2", "--cpu-devices", "1"]
     with concurrent.futures.ThreadPoolExecutor() as threads:
         start = lambda process: ladder(

@@ -2,8 +2,7 @@
 functions of a user.
 """
 
-import subprocess
-import sys
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, schedule
 from ladder_jax.config import Loop, Phase
-from ladder_jax.errors import UserError
 from ladder_jax.schedule import collectives, cost, hlo, judge, targets
 from ladder_jax.schedule.report import Status, layer_range
 from tests.hlo import parsed, text
@@ -165,9 +163,8 @@ def test_what_is_not_a_schedule_is_refused():
     ],
 )
 def test_flops_that_measure_nothing_are_refused(flops, said):
-    with pytest.raises(UserError) as caught:
+    with refused(re.escape(said)):
         schedule.audit(WINDOW.replace("BETWEEN", MATMUL), sublayer_flops=flops)
-    assert str(caught.value).startswith(said)
 
 
 def test_an_unknown_form_is_named():
@@ -222,9 +219,9 @@ assert not {"flax", "optax", "rich", "yaml"} & set(sys.modules)
 """
 
 
-def test_the_auditor_needs_jax_alone():
+def test_the_auditor_needs_jax_alone(run_python):
     """Of a user's own function: no other package of the library is imported. Its JSON is plain."""
-    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=300)
+    run_python("-c", ALONE, check_status=0)
 
 
 @pytest.mark.parametrize(

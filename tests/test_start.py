@@ -20,13 +20,6 @@ from ladder_jax.pretrained import open_model
 from tests import cases, compilations, covering, starts
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wide")
-    starts.save(folder / "checkpoints", cases.define("ladder", **starts.WIDE))
-    return folder
-
-
 def same(found, wanted):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype

@@ -4,9 +4,6 @@ is left elsewhere.
 
 import io
 import json
-import os
-import subprocess
-import sys
 import tarfile
 from importlib.util import find_spec
 
@@ -144,7 +141,7 @@ print(json.dumps([read(source, **how) for source, how in json.loads(sys.argv[1])
 """
 
 
-def test_the_hub(pages, tmp_path):
+def test_the_hub(pages, tmp_path, run_python):
     """Streamed in order; in the user's folders only the Hub client's notes of small files are
     left.
     """
@@ -168,9 +165,8 @@ def test_the_hub(pages, tmp_path):
         )
 
         def read(*ask, url=url):
-            environment = {**os.environ, **there, "HF_ENDPOINT": url}
-            command = [sys.executable, "-c", READ, json.dumps(ask)]
-            return json.loads(subprocess.check_output(command, cwd=tmp_path, env=environment))
+            how = dict(there, HF_ENDPOINT=url, cwd=tmp_path, check_status=0)
+            return json.loads(run_python("-c", READ, json.dumps(ask), **how).stdout)
 
         train = [[f"train {index} {row}" for row in range(4)] for index in range(3)]
         found = read(

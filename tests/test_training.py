@@ -18,6 +18,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.train import folder, metrics, session, step as steps
 from tests import cases, experts, reference, runs
 from tests.covering import marked
+from tests.processes.conftest import free_port
 from tests.refusals import refused
 
 RECIPE = TrainConfig(
@@ -143,8 +144,7 @@ def test_a_run_leaves_what_it_promises(uninterrupted):
 def test_the_profilers_port(uninterrupted, book):
     """It is open while the run lasts."""
     directory, _ = uninterrupted
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     connections = []
 
     def connect(line):

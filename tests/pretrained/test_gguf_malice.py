@@ -1,14 +1,9 @@
 """GGUF files that say what no model would: refused in a line, in little time and memory."""
 
-import pathlib
 import struct
-import subprocess
-import sys
 
 from tests.pretrained import gguf_files
 from tests.pretrained.test_gguf import refused
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def string(text):
@@ -43,7 +38,7 @@ BOMBS = {
 }
 
 
-def test_counts_that_no_file_could_hold(tmp_path):
+def test_counts_that_no_file_could_hold(run_python, tmp_path):
     """In little time and memory, whatever it says that it holds."""
     for name, content in BOMBS.items():
         (tmp_path / name).write_bytes(content)
@@ -58,10 +53,9 @@ def test_counts_that_no_file_could_hold(tmp_path):
         "    try: pretrained.open(name)\n"
         "    except UserError as error: print(error, flush=True)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    done = run_python("-c", code, tmp_path, timeout=100, check_status=0)
     said = done.stdout.splitlines()
-    assert done.returncode == 0 and len(said) == len(BOMBS), done.stderr[-500:]
+    assert len(said) == len(BOMBS), done.stderr[-500:]
     for name, line in zip(sorted(BOMBS), said):
         assert line.startswith(f"'{name}' is ") and "MemoryError" not in line, line
         assert "damaged or incomplete" in line, line

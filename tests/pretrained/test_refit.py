@@ -6,10 +6,7 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 import signal
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +21,7 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import convert
 from ladder_jax.pretrained.convert import Text, rows_of
 from ladder_jax.pretrained.refit import FittedProjections, Pass, Refit, Statistics, folded, refit
-from ladder_jax.pretrained.source import REFIT, Key, Source, Stored
+from ladder_jax.pretrained.source import REFIT, Key, Stored
 from ladder_jax.pretrained.sublayers import Streams, programs
 from tests import cases
 from tests.covering import full
@@ -32,10 +29,8 @@ from tests.pretrained import gguf_files, models
 from tests.pretrained.least_squares import TOKENS, as_source, check, normalised
 from tests.pretrained.test_convert import ARGUMENTS
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 
-
-def small_model(name: str = "standard", **changes):
+def small_model(name="standard", **changes):
     """Four layers in float32, with all the biases and norms that a family may have."""
     return cases.model(name, biases=Biases.ALL, qk_norm=True, num_kv_heads=2, **changes)
 
@@ -46,7 +41,7 @@ def values():
 
 
 @functools.cache
-def standard() -> Source:
+def standard():
     return as_source(values(), small_model())
 
 
@@ -148,7 +143,7 @@ def texts(tmp_path_factory):
     return folder
 
 
-def converted(*words) -> Source:
+def converted(*words):
     """What `convert SOURCE DESTINATION ...` writes."""
     assert main(["convert", *map(str, words)]) == 0
     return pretrained.open(words[1])
@@ -226,7 +221,7 @@ def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path):
     models.same_arrays(saved, refitted(saved.model.ladder_layers))
 
 
-def loss(source: Source, rows: np.ndarray) -> float:
+def loss(source, rows):
     definition = nn.define(source.model, mesh=parallel.make_mesh())
     params = pretrained.load(source, mesh=definition.layout.mesh)
     logits = nn.compiled_logits(definition)(params, rows[:, :-1])
@@ -284,17 +279,13 @@ def summed(monkeypatch):
     ],
 )
 def test_killed_and_resumed_bit_for_bit(
-    signum, projections, resumed, small, texts, tmp_path, summed, capsys
+    signum, projections, resumed, small, texts, tmp_path, summed, capsys, run_python
 ):
     """What was fitted is read, not fitted again; the result is that of an undisturbed run."""
     words = ["--ladder-layers", "3", "--refit", projections.value]
     words += ["--calibration", str(texts / "a.txt"), "--calibration-tokens", "128"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "-c", KILLED, str(int(signum)), "convert", small, tmp_path / "out"]
-    done = subprocess.run(
-        [*run, *words], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == -signum, done.stderr
+    run = ["-c", KILLED, int(signum), "convert", small, tmp_path / "out"]
+    run_python(*run, *words, check_status=-signum)
     left = tmp_path / ".out.converting" / "refitted"
     assert len(list(left.glob("*.npz"))) == 3
     assert not (tmp_path / "out").exists()
