@@ -3,6 +3,7 @@ vocabulary.
 """
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,6 @@ from ladder_jax import (
     train,
 )
 from ladder_jax.data import store
-from ladder_jax.errors import UserError
 from tests import cases
 from tests.refusals import refused
 
@@ -32,8 +32,8 @@ CONFIG = cases.model("ladder", num_layers=1, d_model=16, num_heads=2, num_kv_hea
 TOKENS = cases.tokens((2, 6))
 
 
-def params_of(config=CONFIG, *, tensor=1):
-    return cases.parameters(nn.define(config, mesh=parallel.make_mesh(tensor=tensor)))
+def params_of(config=CONFIG):
+    return cases.parameters(nn.define(config, mesh=parallel.make_mesh()))
 
 
 def generator():
@@ -91,10 +91,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("params, message", MISTAKES.values(), ids=MISTAKES)
 def test_another_models_parameters_are_refused(params, message):
-    with pytest.raises(UserError) as caught:
+    with refused(re.escape(message)):
         nn.Transformer(CONFIG, params=params)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_and_by_the_compiled_function():
@@ -319,10 +317,6 @@ WRONG = {
         lambda: generator().tokens([1, 2], config=GREEDY),
         "a prompt must be a list of whole numbers, not 1",
     ),
-    "Generator.tokens of fractions": (
-        lambda: generator().tokens([[1, 2.5]], config=GREEDY),
-        "a prompt must be a list of whole numbers, not a list",
-    ),
     "Generator.tokens of a number": (
         lambda: generator().tokens(5, config=GREEDY),
         "prompts must be of type Sequence or ndarray or Array, not 5",
@@ -373,17 +367,9 @@ WRONG = {
         lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), 5),
         "tokens must be of type Sequence or ndarray or Array, not 5",
     ),
-    "perplexity of tokens and lists": (
-        lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), [1, [2]]),
-        "a document must be a list of whole numbers, not a list",
-    ),
     "perplexity of a text": (
         lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), "hello"),
         "a document must be a list of whole numbers, not 'hello'",
-    ),
-    "perplexity of fractions": (
-        lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), [1, 2.5]),
-        "a document must be a list of whole numbers, not a list",
     ),
     "text_perplexity": (
         lambda: evaluate.text_perplexity(evaluate.Scorer(DEFINITION, params_of()), ["hello"]),
@@ -458,10 +444,8 @@ WRONG = {
 @pytest.mark.parametrize("make, message", WRONG.values(), ids=WRONG)
 def test_constructors_refuse_wrong_types(make, message):
     """In one line that names the argument."""
-    with pytest.raises(UserError) as caught:
+    with refused(re.escape(message)):
         make()
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_names_are_taken_for_enums(tmp_path):

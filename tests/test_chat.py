@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from ladder_jax import cli, config
+from ladder_jax import config
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.cli import chat
 from ladder_jax.cli.chat import Conversation
@@ -103,10 +103,9 @@ def given(monkeypatch):
     return lambda content: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
-def test_one_answer_to_standard_input(run, given, capsys):
+def test_one_answer_to_standard_input(run, given, prints):
     given(b"the cat\n")
-    assert cli.main(["generate", str(run), "--chat", "--max-new-tokens", "6"]) == 0
-    assert capsys.readouterr().out.endswith("\n")
+    assert prints("generate", run, "--chat", "--max-new-tokens", 6).endswith("\n")
 
 
 @pytest.mark.parametrize(

@@ -131,23 +131,21 @@ def run(tmp_path_factory):
 ASKED = "--temperature 1.3 --top-k 30 --seed 4 --stop e --repetition-penalty 1.2".split()
 
 
-def test_one_prompt_uses_no_engine(run, tmp_path, capsys, monkeypatch):
+def test_one_prompt_uses_no_engine(run, tmp_path, prints, monkeypatch):
     """Printed at once or streamed, its text is that of a file's line, which the engine answers."""
     words = ["generate", str(run), "--max-new-tokens", "40", "--tensor", "1", *ASKED]
     prompts = tmp_path / "prompts.jsonl"
     out = tmp_path / "out.jsonl"
     prompts.write_text(json.dumps({"prompt": "the cat"}) + "\n")
-    assert cli.main([*words, "--prompts", str(prompts), "--out", str(out)]) == 0
+    prints(*words, "--prompts", prompts, "--out", out)
     expected = f"the cat{json.loads(out.read_text())['text']}\n"
-    capsys.readouterr()
 
     def used(*_, **__):
         raise AssertionError("an engine")
 
     monkeypatch.setattr(Engine, "__init__", used)
     for more in ([], ["--stream"]):
-        assert cli.main([*words, "--prompt", "the cat", *more]) == 0
-        assert capsys.readouterr().out == expected
+        assert prints(*words, "--prompt", "the cat", *more) == expected
     # the control: two prompts do
     with pytest.raises(AssertionError, match="an engine"):
         cli.main([*words, "--prompt", "the cat", "--prompt", "the cat"])

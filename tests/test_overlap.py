@@ -36,15 +36,12 @@ def kept(tmp_path_factory):
 
 
 @pytest.fixture
-def told(kept, monkeypatch, capsys):
+def told(kept, monkeypatch, prints):
     """What the command prints, in this process; `json`: the object that it prints."""
     monkeypatch.setenv("LADDER_JAX_CACHE", str(kept))
 
     def run(words, *, as_json=False):
-        assert cli.main(["overlap", *words.split(), *(["--json"] if as_json else [])]) == 0, (
-            capsys.readouterr().err
-        )
-        said = capsys.readouterr().out
+        said = prints("overlap", *words.split(), *(["--json"] if as_json else []))
         return json.loads(said) if as_json else said
 
     return run
@@ -395,4 +392,3 @@ def test_the_target_names_are_those_of_the_help(capsys):
         cli.main(["overlap", "--help"])
     said = capsys.readouterr().out
     assert all(target.name in said for target in targets.TARGETS if target.kind != "cpu")
-    assert "example:" in said

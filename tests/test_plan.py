@@ -373,11 +373,10 @@ def test_nothing_fits():
     assert " candidates the small" in reason
 
 
-def test_a_confirmed_answer(capsys, monkeypatch, tmp_path):
+def test_a_confirmed_answer(capsys, prints, monkeypatch, tmp_path):
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     ask = "plan --model tiny --target cpu:8 --tokens 256 --sequence 32 --layers 1".split()
-    assert cli.main([*ask, "--json"]) == 0
-    said = capsys.readouterr().out
+    said = prints(*ask, "--json")
     found = json.loads(said)
     assert len(said.splitlines()) == 1
     assert found["considered"] >= len(found["plans"]) > 10

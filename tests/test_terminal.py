@@ -4,7 +4,7 @@ left to be copied.
 
 import pytest
 
-from ladder_jax import cli, terminal
+from ladder_jax import terminal
 from ladder_jax.checkpoint import command
 from ladder_jax.terminal import Table
 
@@ -79,13 +79,11 @@ def fits(out):
 
 
 @pytest.mark.parametrize("words", ANSWERS.values(), ids=ANSWERS)
-def test_commands_at_80_columns(words, monkeypatch, capsys):
+def test_commands_at_80_columns(words, monkeypatch, prints):
     monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main(words.split()) == 0
-    fits(capsys.readouterr().out)
+    fits(prints(*words.split()))
     monkeypatch.delenv("COLUMNS")
-    assert cli.main(words.split()) == 0
-    first = capsys.readouterr().out.splitlines()[0]
+    first = prints(*words.split()).splitlines()[0]
     assert len(first) <= 80
     assert first.startswith(("take ", "no: take ", "nothing fits"))
 

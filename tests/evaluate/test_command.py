@@ -42,15 +42,11 @@ def one_object(out):
 
 
 @pytest.fixture
-def evaluate(run, files, monkeypatch, capsys):
+def evaluate(run, files, monkeypatch, prints):
     """In this process: `evaluate("--text", "book.txt")` gives the object that --json prints."""
     monkeypatch.chdir(files)
 
-    def call(*args):
-        assert cli.main(["evaluate", str(run), *args, "--json"]) == 0, capsys.readouterr().err
-        return one_object(capsys.readouterr().out)
-
-    return call
+    return lambda *args: one_object(prints("evaluate", run, *args, "--json"))
 
 
 def test_text(evaluate, run, capsys):
@@ -69,15 +65,15 @@ def test_text(evaluate, run, capsys):
     assert pages["tokens"] == found["tokens"] + 7
 
 
-def test_questions(evaluate, run, files, capsys):
+def test_questions(evaluate, run, files, prints):
     found = evaluate(
         "--multiple-choice", "choices.jsonl", "--shots", "1", "--shots-file", "choices.jsonl"
     )
     assert found["examples"] == 3
     assert {found["accuracy"], found["accuracy_normalised"]} <= {0, 1 / 3, 2 / 3, 1}
     assert evaluate("--multiple-choice", "choices.jsonl", "--limit", "2")["examples"] == 2
-    assert cli.main(["evaluate", str(run), "--multiple-choice", "choices.jsonl"]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    said = prints("evaluate", run, "--multiple-choice", "choices.jsonl")
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines())
     assert (lines["examples"], lines["shots"], lines["truncated"]) == ("3", "0", "0")
 
 

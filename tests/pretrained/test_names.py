@@ -24,12 +24,11 @@ from ladder_jax import checkpoint, pretrained
 from ladder_jax.bench import request as benches
 from ladder_jax.cli import main
 from ladder_jax.config import DecodeConfig, Dtype, Phase
-from ladder_jax.errors import UserError
 from ladder_jax.overlap import request as overlaps
 from ladder_jax.plan import request as plans
 from ladder_jax.pretrained import hub as hubs
 from ladder_jax.retrain import sources
-from tests import hub
+from tests import hub, refusals
 from tests.covering import full
 from tests.pretrained import conftest, gguf_files, models
 
@@ -53,16 +52,11 @@ def files(tmp_path_factory):
     return place
 
 
-def printed(capsys, *words):
-    assert main([*map(str, words)]) == 0
-    return capsys.readouterr().out
-
-
-def by_way_of_convert(capsys, source, converted, *how):
+def by_way_of_convert(prints, source, converted, *how):
     """The text of a model, and of the checkpoint that `convert` makes of it."""
-    text = printed(capsys, "generate", source, *WORDS, *how)
-    printed(capsys, "convert", source, converted, *how)
-    assert printed(capsys, "generate", converted, *WORDS) == text
+    text = prints("generate", source, *WORDS, *how)
+    prints("convert", source, converted, *how)
+    assert prints("generate", converted, *WORDS) == text
     return text
 
 
@@ -74,12 +68,12 @@ def same(ours, theirs):
 
 # In `make test` every family's logits are compared in test_in.py, and below is text of a folder.
 @pytest.mark.parametrize("name", ["small.gguf", *map(full, models.FAMILIES)])
-def test_text_without_converting_first(name, files, tmp_path, capsys):
+def test_text_without_converting_first(name, files, tmp_path, prints):
     """One command and three lines of Python give what the converted checkpoint gives, and below it
     the tokens.
     """
     converted = tmp_path / "new" / "converted"
-    text = by_way_of_convert(capsys, files / name, converted)
+    text = by_way_of_convert(prints, files / name, converted)
     assert text.startswith(TEXT)
     assert len(text) > len(TEXT) + 1
     model = lj.from_pretrained(files / name)
@@ -87,10 +81,10 @@ def test_text_without_converting_first(name, files, tmp_path, capsys):
     same(model.params, lj.load(converted).params)
 
 
-def test_ladder_layers_in_memory(files, tmp_path, capsys, mistake):
+def test_ladder_layers_in_memory(files, tmp_path, prints, mistake):
     """As `convert` makes them."""
     converted = tmp_path / "converted"
-    by_way_of_convert(capsys, files / "llama-2", converted, "--ladder-layers", "1")
+    by_way_of_convert(prints, files / "llama-2", converted, "--ladder-layers", "1")
     said = mistake("generate", converted, *WORDS, "--ladder-layers", "1", "--residual", "ladder-2")
     assert f"{str(converted)!r} is ladder" in said
     said = mistake("generate", files / "llama-2", *WORDS, "--ladder-layers", "auto:1")
@@ -122,13 +116,13 @@ def test_a_dtype_is_of_parameters_and_compute(name, dtype, files, tmp_path):
         )
         assert model.generate(TEXT, **NEW)
     assert lj.load(tmp_path / "saved").config == stored.config
-    with pytest.raises(
-        UserError, match=r"unknown dtype 'float16'; did you mean .* \(allowed: bfloat16, float32\)"
+    with refusals.refused(
+        r"unknown dtype 'float16'; did you mean .* \(allowed: bfloat16, float32\)"
     ):
         lj.from_pretrained(files / name, dtype="float16")
 
 
-def test_other_commands_read_the_shape_alone(files, tmp_path, capsys, mistake):
+def test_other_commands_read_the_shape_alone(files, tmp_path, prints, mistake):
     """Of models without weights, and of a file of one with them: two layers each."""
     shape = tmp_path / "shape"
     mine = tmp_path / "mine.yaml"
@@ -137,7 +131,7 @@ def test_other_commands_read_the_shape_alone(files, tmp_path, capsys, mistake):
     mine.write_text("model: {num_layers: 2, vocab_size: 300}\n")
     for name in (shape, mine, files / "small.gguf"):
         words = "--hardware h100-nvlink --tensor 2 --residual ladder --json".split()
-        assert json.loads(printed(capsys, "predict", "--model", name, *words))["model"] == str(name)
+        assert json.loads(prints("predict", "--model", name, *words))["model"] == str(name)
         where = dict(model=str(name), target="v5p:2x2x2")
         request = overlaps.make(**where, residual="ladder-fresh", tensor=2, phase=Phase.DECODE)
         assert (request.config.num_layers, request.config.ranks) == (2, 2)
@@ -192,7 +186,7 @@ def test_names_of_nothing(words, message, files, mistake, monkeypatch):
 
 
 def test_what_is_loaded_is_here():
-    with pytest.raises(UserError, match="there is no model at 'someone/small'"):
+    with refusals.refused("there is no model at 'someone/small'"):
         lj.load("someone/small")
 
 
@@ -246,7 +240,7 @@ def downloaded(asked):
     return [one.split("/", maxsplit=5)[5] for one in asked if "/resolve/" in one and "GET" in one]
 
 
-def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
+def test_a_model_of_the_hub(files, served, tmp_path, prints, monkeypatch):
     """Only what is read is downloaded, once; and without a connection, the cache is used, or
     named.
     """
@@ -257,10 +251,10 @@ def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
     (folder / "pytorch_model.bin").write_bytes(b"x")
     (folder / "onnx").mkdir()
     (folder / "onnx" / "model.safetensors").write_bytes(b"x")
-    text = printed(capsys, "generate", files / "llama-2", *WORDS)
+    text = prints("generate", files / "llama-2", *WORDS)
     shape = "predict --model someone/small --hardware v5e --tensor 1 --residual ladder".split()
     with served(folder) as (url, asked):
-        printed(capsys, *shape)
+        prints(*shape)
         assert downloaded(asked) == ["config.json"]
         assert TEXT + lj.from_pretrained("someone/small").generate(TEXT, **NEW) + "\n" == text
         read = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
@@ -316,9 +310,9 @@ def test_push_to_the_hub(files, tmp_path, monkeypatch):
     assert ours.config == model.config
     assert ours.tokenizer.name == model.tokenizer.name
     same(ours.params, model.params)
-    with pytest.raises(UserError, match="is no repository's name"):
+    with refusals.refused("is no repository's name"):
         model.push_to_hub("someone")
-    with pytest.raises(UserError, match="is no export"):
+    with refusals.refused("is no export"):
         pretrained.push_to_hub(str(tmp_path), "someone/small")
 
 
@@ -331,7 +325,7 @@ def model():
     )
 
 
-def test_saved_and_loaded(model, tmp_path, capsys):
+def test_saved_and_loaded(model, tmp_path, prints):
     """One's own weights, on any mesh, and as an export."""
     saved = tmp_path / "new" / "one"
     model.decode = DecodeConfig(top_k=3)
@@ -347,13 +341,13 @@ def test_saved_and_loaded(model, tmp_path, capsys):
         jax.tree.map(lambda ours, theirs: theirs[: len(ours)], model.params, again.params),
     )
     assert not checkpoint.verify(saved / "checkpoints" / "0")
-    text = printed(capsys, "generate", saved, "--tensor", "2", *WORDS)
+    text = prints("generate", saved, "--tensor", "2", *WORDS)
     assert text == TEXT + model.generate(TEXT, top_k=3, **NEW) + "\n"
-    with pytest.raises(UserError, match="is there already"):
+    with refusals.refused("is there already"):
         model.save(saved)
     model.save(tmp_path / "export", format="huggingface")
     assert pretrained.open(tmp_path / "export").model.num_layers == 2
-    with pytest.raises(UserError, match="unknown format 'hugging'; did you mean 'huggingface'"):
+    with refusals.refused("unknown format 'hugging'; did you mean 'huggingface'"):
         model.save(tmp_path / "other", format="hugging")
 
 
@@ -366,10 +360,10 @@ def test_a_tokenizer_that_is_gone(files, tmp_path):
     model = lj.load(folder)
     template = folder / "tokenizer" / "chat_template.jinja"
     template.write_text("another")
-    with pytest.raises(UserError, match="where there is none now, or another: set model.tokenizer"):
+    with refusals.refused("where there is none now, or another: set model.tokenizer"):
         model.save(tmp_path / "changed")
     shutil.rmtree(folder)
-    with pytest.raises(UserError, match="run/tokenizer', where there is none now"):
+    with refusals.refused("run/tokenizer', where there is none now"):
         model.save(tmp_path / "gone", format="huggingface")
     assert os.listdir(tmp_path) == []
     model.tokenizer = lj.from_pretrained(files / "qwen3").tokenizer
@@ -408,12 +402,12 @@ def test_two_models_of_one_file_are_one_program(files):
 
 
 def test_what_a_model_refuses(model):
-    with pytest.raises(
-        UserError, match="unknown setting 'decode.max_tokens'; did you mean 'decode.max_new_tokens'"
+    with refusals.refused(
+        "unknown setting 'decode.max_tokens'; did you mean 'decode.max_new_tokens'"
     ):
         model.generate("x", max_tokens=3)
     other = lj.Transformer(lj.preset("tiny", num_layers=1, vocab_size=300), rngs=nnx.Rngs(0))
-    with pytest.raises(UserError, match="has no tokenizer"):
+    with refusals.refused("has no tokenizer"):
         other.generate("x")
 
 
