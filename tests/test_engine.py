@@ -15,6 +15,7 @@ from ladder_jax.decode import Engine, Finish, QueueFull, Request
 from ladder_jax.decode.engine.slots import buckets
 from ladder_jax.decode.request import StopText
 from tests import cases, compilations, engines
+from tests.covering import full
 from tests.engines import CAPACITY, CHUNK, parts
 from tests.refusals import refused
 
@@ -131,9 +132,7 @@ def test_random_traffic():
     assert stats.new_tokens == sum(len(handle.result().tokens) for handle in handles)
 
 
-@pytest.mark.parametrize(
-    "chunk", [5, *(pytest.param(other, marks=pytest.mark.full) for other in (1, 16))]
-)
+@pytest.mark.parametrize("chunk", [5, full(1), full(16)])
 def test_a_request_may_fill_the_capacity(chunk):
     """Beside one that goes on, in a slot that was used before; the last chunk ends beyond the last
     token.

@@ -22,7 +22,7 @@ CASES = covering.rows(
     even=[0, 1, 2, 3],
 )
 # standard: the others have its loop, kind and mesh
-CASES[0] = pytest.param(*CASES[0].values, marks=pytest.mark.full)
+CASES[0] = covering.full(*CASES[0].values)
 
 
 @pytest.mark.parametrize("name, kind, tensor, loop", CASES)

@@ -13,6 +13,7 @@ from ladder_jax import config, nn, parallel
 from ladder_jax.config import START, ConversionConfig, DistillConfig
 from ladder_jax.retrain import Retraining, sources
 from tests import cases, experts, reference
+from tests.covering import full
 from tests.refusals import refused
 from tests.test_objective import (
     DISTILL,
@@ -33,12 +34,12 @@ FULL = pytest.mark.full
 LOSSES = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
 ROWS = [
     ("hybrid-farskip", "shared", dict(data=2, tensor=2), FRACTION[:2], 2),
-    pytest.param("hybrid-farskip", "shared", dict(data=2, tensor=4), FRACTION, 2, marks=FULL),
-    pytest.param("farskip", "ungated", dict(fsdp=2, tensor=2), FRACTION, 1, marks=FULL),
-    pytest.param("farskip", "shared", dict(tensor=2), (0.0, 0.0, 0.0), 1, marks=FULL),
-    pytest.param("farskip", "shared", dict(fsdp=2, tensor=4), (1.0, 1.0, 1.0), 2, marks=FULL),
-    pytest.param("ladder", "routed", dict(data=2, tensor=2), FRACTION, 2, marks=FULL),
-    pytest.param("hybrid-ladder", "shared", dict(fsdp=4), FRACTION, 1, marks=FULL),
+    full("hybrid-farskip", "shared", dict(data=2, tensor=4), FRACTION, 2),
+    full("farskip", "ungated", dict(fsdp=2, tensor=2), FRACTION, 1),
+    full("farskip", "shared", dict(tensor=2), (0.0, 0.0, 0.0), 1),
+    full("farskip", "shared", dict(fsdp=2, tensor=4), (1.0, 1.0, 1.0), 2),
+    full("ladder", "routed", dict(data=2, tensor=2), FRACTION, 2),
+    full("hybrid-ladder", "shared", dict(fsdp=4), FRACTION, 1),
 ]
 
 
@@ -75,7 +76,7 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     )
 
 
-@pytest.mark.parametrize("taught", [False, pytest.param(True, marks=FULL)])
+@pytest.mark.parametrize("taught", [False, full(True)])
 def test_a_model_with_dense_layers_is_trained_further(taught):
     """All its weights, on the data or by a standard teacher."""
     definition = experts.define("farskip", "shared", tensor=2, dense_layers=1, num_layers=2)
@@ -107,13 +108,9 @@ def test_a_teachers_routers_stay_float32():
 
 ADAPTED = [
     ("ladder", "routed", dict(tensor=4), {}),
-    pytest.param("farskip", "shared", dict(fsdp=2, tensor=2), {}, marks=FULL),
-    pytest.param(
-        "farskip", "ungated", dict(fsdp=2, tensor=4), dict(experts="exchange"), marks=FULL
-    ),
-    pytest.param(
-        "hybrid-ladder", "shared", dict(data=2, tensor=2), dict(experts="exchange"), marks=FULL
-    ),
+    full("farskip", "shared", dict(fsdp=2, tensor=2), {}),
+    full("farskip", "ungated", dict(fsdp=2, tensor=4), dict(experts="exchange")),
+    full("hybrid-ladder", "shared", dict(data=2, tensor=2), dict(experts="exchange")),
 ]
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel
 from ladder_jax.nn import grouped, grouped_gpu
-from tests import cases, test_experts
+from tests import cases, covering, test_experts
 from tests.refusals import refused
 
 BFLOAT16 = 2.0**-8  # half a unit in the last place, relative
@@ -109,9 +109,7 @@ def test_every_row_is_visited_once_and_no_empty_group():
                 assert visited == list(zip(np.repeat(np.arange(count), sizes), range(full)))
 
 
-@pytest.mark.parametrize(
-    "router", [pytest.param(test_experts.as_drawn, marks=pytest.mark.full), test_experts.all_to_one]
-)
+@pytest.mark.parametrize("router", [covering.full(test_experts.as_drawn), test_experts.all_to_one])
 def test_a_sublayer_on_kernels(router, monkeypatch):
     """Values and gradients on four ranks are those of XLA's form; what the kernels leave undefined
     reaches nobody.

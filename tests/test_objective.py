@@ -28,6 +28,7 @@ from ladder_jax.retrain.lora import LowRank
 from ladder_jax.train import step as steps
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, experts, reference
+from tests.covering import full
 from tests.refusals import refused
 
 TWO = dict(num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16, vocab_size=61)
@@ -136,9 +137,7 @@ def check(plan, loss, of, student, tokens, *, batch=None, part=lambda tree: tree
 DISTILL = DistillConfig(START, alpha=ALPHA, temperature=TAU)
 
 
-@pytest.mark.parametrize(
-    "mesh", [dict(fsdp=2, tensor=2), pytest.param(dict(tensor=4), marks=pytest.mark.full)], ids=str
-)
+@pytest.mark.parametrize("mesh", [dict(fsdp=2, tensor=2), full(dict(tensor=4))], ids=str)
 def test_distillation_is_the_dense_one(mesh):
     """Frozen embedding and lower layer, a batch with a mask, chunks."""
     definition = define(**mesh)

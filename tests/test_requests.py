@@ -13,6 +13,7 @@ from ladder_jax.decode import Choice, Finish, NoNumbers, Request
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import RunFailed
 from tests import engines
+from tests.covering import full
 
 READ = dict(stop=(), tokenizer=Bytes(), vocab_size=251, model="m")
 POISON = 13  # a token whose embedding is no number
@@ -29,7 +30,7 @@ def alone(request):
     return engine().submit(request).result().tokens
 
 
-@pytest.mark.parametrize("loop", [Loop.SCAN, pytest.param(Loop.UNROLLED, marks=pytest.mark.full)])
+@pytest.mark.parametrize("loop", [Loop.SCAN, full(Loop.UNROLLED)])
 def test_a_request_without_numbers_fails_alone(loop):
     """Beside one that goes on; and whoever has its slot next reads nothing of what it left."""
     ours = engine(poison=POISON, loop=loop)

@@ -20,6 +20,7 @@ from ladder_jax.pretrained.transformer import load
 from ladder_jax.retrain import sources
 from ladder_jax.train import folder, metrics
 from tests import tokenizers
+from tests.covering import full
 from tests.refusals import refused
 
 RUN = [
@@ -148,7 +149,7 @@ def test_the_model_and_the_tokenizer_are_the_checkpoints(trained, place):
     assert [row["turned"] for row in rows] == pytest.approx([min(step / 6, 1) for step in range(8)])
 
 
-@pytest.mark.parametrize("which", ["everything", pytest.param("frozen", marks=FULL)])
+@pytest.mark.parametrize("which", ["everything", full("frozen")])
 def test_what_is_frozen_stays_bit_for_bit(which, trained, place):
     directory, _ = trained(which)
     before = params_of(place / "base")
@@ -223,9 +224,7 @@ def test_a_side_network_is_trained_further(trained, place, tmp_path):
             run(place, tmp_path / "wrong", *start, *wrong)
 
 
-@pytest.mark.parametrize(
-    "which", ["everything", "side", *(pytest.param(one, marks=FULL) for one in ("frozen", "lora"))]
-)
+@pytest.mark.parametrize("which", ["everything", "side", full("frozen"), full("lora")])
 def test_resumed_runs_go_on_exactly(which, trained, place, tmp_path):
     """From the checkpoint of step 4."""
     directory, _ = trained(which)

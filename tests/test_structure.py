@@ -10,6 +10,7 @@ import pytest
 
 from experiments.walk.__main__ import walk
 from tests import changed
+from tests.covering import full
 
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = ROOT / "ladder_jax"
@@ -21,18 +22,18 @@ MODULES = {
 NAMES = {path: module for module, path in MODULES.items()}
 
 
-def imported(path: pathlib.Path) -> set[str]:
+def imported(path):
     """Modules of ours that a file imports, anywhere in it."""
     return {NAMES[file] for file in changed.imports(path, late=False) if file in NAMES}
 
 
-def rows() -> list[set[str]]:
+def rows():
     """The packages of the map's table, row by row."""
     table = re.findall(r"^\| (`[a-z_`, ]+`) \|", MAP, re.M)
     return [set(re.findall(r"`(\w+)`", row)) for row in table]
 
 
-def package(module: str) -> str:
+def package(module):
     return module.split(".")[1] if "." in module else ""
 
 
@@ -98,9 +99,7 @@ def test_no_file_is_longer_than_500_lines():
 
 
 # The one of generate trains first.
-@pytest.mark.parametrize(
-    "name, most", [("train", 36), pytest.param("generate", 32, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("name, most", [("train", 36), full("generate", 32)])
 def test_the_walks_are_short(name, most, tmp_path):
     """`python -m experiments.walk`: a newcomer opens at most 36 files for a training step, and 32
     for one prompt.

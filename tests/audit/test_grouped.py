@@ -16,6 +16,7 @@ import pytest
 from ladder_jax.nn.grouped import VARIABLE
 from ladder_jax.schedule import hlo, targets
 from ladder_jax.schedule.cost import Costs
+from tests.covering import full
 
 pytestmark = pytest.mark.audit
 
@@ -85,7 +86,7 @@ def expert_flops(program):
     return sum(costs.flops_of([one]).total() for one in of_experts)
 
 
-@pytest.mark.parametrize("target", ["h100:8", pytest.param("b200:8", marks=pytest.mark.full)])
+@pytest.mark.parametrize("target", ["h100:8", full("b200:8")])
 def test_no_gpu_multiplies_every_row_with_every_expert(target):
     """A training step: kernels, and no product beside them. With the way back, 16 times the
     products of all rows.
@@ -104,7 +105,7 @@ def test_no_gpu_multiplies_every_row_with_every_expert(target):
 FULL = [("b200:8", "int8"), ("v5e:2x4", "int8"), ("v6e:2x4", "int8"), ("tpu7x:2x2x1", "none")]
 DECODE = [
     *itertools.product(("h100:8", "v5p:2x2x2"), ("none", "int8")),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in FULL),
+    *(full(*case) for case in FULL),
 ]
 
 

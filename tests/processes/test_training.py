@@ -17,6 +17,7 @@ import yaml
 from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
 from tests import runs
+from tests.covering import full
 
 STEPS = 60
 SETTINGS = f"""
@@ -131,7 +132,7 @@ def same(rows, expected, *, rel):
             assert a == b if rel == 0 else a == pytest.approx(b, rel=rel)
 
 
-@pytest.mark.parametrize("cluster", [slurm, pytest.param(open_mpi, marks=pytest.mark.full)])
+@pytest.mark.parametrize("cluster", [slurm, full(open_mpi)])
 def test_two_are_killed_and_resumed(start, alone, tmp_path, cluster):
     """The second is killed; then, as a JobSet, they make the steps since the last checkpoint again,
     and alike.
