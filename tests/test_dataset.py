@@ -35,10 +35,10 @@ def store(folder, documents, *, tokens="bytes"):
     return folder / "store"
 
 
-def numbered(count, *, letter="a", longest=40):
+def numbered(count, *, letter="a"):
     """Documents that name themselves throughout: "a7,a7,a7"."""
     rng = np.random.default_rng(count)
-    times = [int(rng.integers(1, longest // 3)) for _ in range(count)]
+    times = [int(rng.integers(1, 13)) for _ in range(count)]
     return [",".join([f"{letter}{index}"] * often) for index, often in enumerate(times)]
 
 

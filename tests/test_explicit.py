@@ -67,8 +67,8 @@ def example(name):
     return mesh, model_on(lj.mesh_of(mesh, axes=axes)), rows, heads
 
 
-def model_on(mesh, config=CONFIG):
-    return nn.Transformer(config, mesh=mesh, params=cases.parameters(nn.define(config, mesh=mesh)))
+def model_on(mesh):
+    return nn.Transformer(CONFIG, mesh=mesh, params=cases.parameters(nn.define(CONFIG, mesh=mesh)))
 
 
 def two_by_four(*names):

@@ -12,6 +12,7 @@ from ladder_jax.config import Loop, Remat
 from ladder_jax.data.packing import Batch, pack
 from ladder_jax.nn import attention, tpu_attention
 from tests import cases, reference
+from tests.covering import full
 
 
 def best_fit(lengths, row):
@@ -63,9 +64,9 @@ def test_nothing_to_pack():
     assert pack(np.array([], np.int64), np.array([], np.int64), row=8)[2].tolist() == [0]
 
 
-def documents(lengths, *, seed=0, vocab=251):
+def documents(lengths, *, seed=0):
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, vocab, length).astype(np.int32) for length in lengths]
+    return [rng.integers(0, 251, length).astype(np.int32) for length in lengths]
 
 
 def batch(rows, *, length):
@@ -103,9 +104,7 @@ def unpacked():
     "mesh, form",
     [
         (dict(), dict(loop=Loop.SCAN)),
-        pytest.param(
-            dict(data=2, tensor=4), dict(loop=Loop.SCAN, remat=Remat.FULL), marks=pytest.mark.full
-        ),
+        full(dict(data=2, tensor=4), dict(loop=Loop.SCAN, remat=Remat.FULL)),
         (dict(data=2, tensor=4), dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS)),
     ],
     ids=["one device", "recomputed", "unrolled"],

@@ -137,9 +137,9 @@ def test_the_chat_template(tmp_path):
         ours.chat(["x"])
 
 
-def rendered(tmp_path, template, messages=({"role": "user", "content": "é<"},)):
+def rendered(tmp_path, template):
     ours = tokenizer.load(tokenizers.folder(tmp_path / "t", template=template))
-    return ours.decode(ours.chat(list(messages)))
+    return ours.decode(ours.chat([{"role": "user", "content": "é<"}]))
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ TEXT = (
 )
 
 
-def spans(count=11, *, seed=0, longest=WINDOW):
-    rng = np.random.default_rng(seed)
-    for _ in range(count):
-        length = int(rng.integers(2, longest + 2))
+def spans():
+    rng = np.random.default_rng(0)
+    for _ in range(11):
+        length = int(rng.integers(2, WINDOW + 2))
         cut = int(rng.integers(1, length))
         tokens = rng.integers(0, 303, length).tolist()
         yield Span(tokens[:cut], tokens[cut:])
@@ -91,7 +91,6 @@ def test_each_token_is_scored_once(window, stride):
     [
         (dict(window=0, stride=0), "window must be at least 1, not 0"),
         (dict(window=8, stride=0), "stride must be at least 1, not 0"),
-        (dict(window=8, stride=9), "stride must be between 1 and the window, 8, not 9"),
         (dict(window=8.0), "window must be a whole number, not 8.0"),
         (dict(window=8, stride=True), "stride must be a whole number, not True"),
         (dict(prefix="a"), "prefix must be a whole number, not 'a'"),

@@ -138,9 +138,9 @@ def made(overrides, wrong, timeout):
         stack.enter_context(mock.patch.object(session.Session, "finish", end))
         for name, arguments in wrong.items():
             stack.enter_context(WRONG[name](**arguments))
-        more = {"timeout": timeout} if timeout else {}
         try:
-            train.run(config.load("tiny", overrides=overrides), say=told["said"].append, **more)
+            settings = config.load("tiny", overrides=overrides)
+            train.run(settings, say=told["said"].append, timeout=timeout)
         except (UserError, RunFailed) as error:
             told["error"] = (
                 f"{'UserError' if isinstance(error, UserError) else 'RunFailed'}: {error}"

@@ -217,7 +217,7 @@ def test_many_at_once(running, client, alone):
     """None is lost, none is wrong; of those who leave after the first part the others notice
     nothing.
     """
-    asked = list(random_requests(30))
+    asked = list(random_requests())
     leave = range(1, 30, 4)
 
     def streamed(index):
@@ -237,10 +237,10 @@ def test_many_at_once(running, client, alone):
     assert metric(running.url, 'ladder_jax_finished_total{reason="cancelled"}') > 0
 
 
-def random_requests(count):
+def random_requests():
     """Greedy and drawn; prompts and answers of all lengths that fit."""
     rng = np.random.default_rng(0)
-    for index in range(count):
+    for index in range(30):
         length = int(rng.integers(1, CAPACITY - 1))
         new = int(rng.integers(1, min(48, CAPACITY - length) + 1))
         drawn = dict(temperature=float(rng.uniform(0.3, 1.5)) * (index % 2), seed=index)
