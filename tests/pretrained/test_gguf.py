@@ -24,7 +24,7 @@ from tests.pretrained import conftest, gguf_files, models
 TEXT = "the cat's 1234 mats,  SAT on\n\n naïve café 東京 🙂\t(x==1);  "
 
 
-def refused(path) -> str:
+def refused(path):
     message = conftest.refused(path)
     assert str(path) in message
     return message
@@ -130,26 +130,15 @@ def test_another_architecture(tmp_path):
 
 
 def test_damage(tmp_path):
-    """Cut off anywhere, or with any byte of the head changed: it opens as what it was, or is
-    refused in a line.
-    """
+    """Cut off anywhere. (With any bytes of the head changed: in test_fuzz.py.)"""
     whole = gguf_files.write(tmp_path / "whole.gguf", "llama-2").read_bytes()
     file = tmp_path / "file.gguf"
-    rng = np.random.default_rng(0)
     for length in (0, 3, 4, 12, 30, 200, 2000, len(whole) // 2, len(whole) - 33):
         file.write_bytes(whole[:length])
         assert (
             "is damaged or incomplete" in (said := refused(file))
             or "is no pretrained model" in said
         )
-    for at in rng.integers(4, 3000, 60):
-        content = bytearray(whole)
-        content[at] ^= 1 << rng.integers(8)
-        file.write_bytes(content)
-        try:
-            pretrained.open(file)
-        except UserError as error:
-            assert "\n" not in str(error)
     file.write_bytes(whole)
     value = pretrained.open(file).arrays[Key("layers/attention/value", 1)]
     file.write_bytes(whole[:-1000])
