@@ -65,7 +65,7 @@ ADDED = {
 """Words that make a command quicker."""
 
 
-def beginning(words: str, known: dict) -> str | None:
+def beginning(words, known):
     return next((start for start in known if f"{words} ".startswith(start)), None)
 
 

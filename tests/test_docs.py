@@ -4,7 +4,6 @@ import ast
 import doctest
 import json
 import os
-import pathlib
 import re
 import shlex
 import subprocess
@@ -33,19 +32,19 @@ README = (ROOT / "README.md").read_text()
 NOTEBOOKS = sorted((ROOT / "experiments/notebooks").glob("*.ipynb"))
 
 
-def name(path: pathlib.Path) -> str:
+def name(path):
     return str(path.relative_to(ROOT))
 
 
-def blocks(path: pathlib.Path, language: str) -> list[str]:
+def blocks(path, language):
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.S | re.M)
 
 
-def prose(text: str) -> str:
+def prose(text):
     return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
 
 
-def executed(*code: str) -> dict:
+def executed(*code):
     """The names that code, of one page, defines."""
     scope = {}
     for block in code:
@@ -53,7 +52,7 @@ def executed(*code: str) -> dict:
     return scope
 
 
-def assert_learns(losses: list[float]) -> None:
+def assert_learns(losses):
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.8 * losses[0]
 
@@ -84,7 +83,7 @@ def test_your_own_model_trains(which):
     assert_learns(executed(*YOUR_MODEL[which])["losses"])
 
 
-def as_standard(code: str) -> str:
+def as_standard(code):
     return code.replace('"ladder", num', '"standard", num')
 
 
@@ -109,7 +108,7 @@ def test_your_own_model_as_a_standard_is_the_plain_one():
     assert cases.error(forward(params, tokens), expected) < BOUND
 
 
-def shallow(code: str) -> str:
+def shallow(code):
     """With two layers of our model: half as much to compile."""
     return code.replace('preset("tiny", ', 'preset("tiny", num_layers=2, ')
 
@@ -153,7 +152,7 @@ def test_the_snippet_that_serves(capsys):
     assert last.split()[0] in ("stop", "length")
 
 
-def commands(path: pathlib.Path) -> list[str]:
+def commands(path):
     """Those in indented blocks, which are whole; comments and shell operators cut off."""
     text = path.read_text().replace("\\\n", " ")
     found = re.findall(r"^    (?:[A-Z_]+=\S+ )*ladder-jax (.*)$", text, re.M)
@@ -171,29 +170,16 @@ STUDIES = sorted(ROOT.glob("experiments/**/README.md"))
 each_page = pytest.mark.parametrize("path", [*PAGES, *STUDIES], ids=name)
 
 
-def gone(text: str) -> list[str]:
-    """Commands of experiments that are not there, in blocks that name no commit which has them."""
-    found = []
-    for block in re.split(r"\n\s*\n", text):
+@each_page
+def test_a_study_is_there_or_names_its_commit(path):
+    """In the same block."""
+    for block in re.split(r"\n\s*\n", path.read_text()):
         if re.search(r"at commit [0-9a-f]{7}", block):
             continue
         for module in re.findall(r"python\s+-m\s+(experiments[\w.]*\w)", block):
             place = ROOT / module.replace(".", "/")
-            if not (place.with_suffix(".py").is_file() or (place / "__main__.py").is_file()):
-                found.append(module)
-    return found
-
-
-@each_page
-def test_a_study_is_there_or_names_its_commit(path):
-    assert gone(path.read_text()) == []
-
-
-def test_a_study_that_is_not_there_is_noticed():
-    commands = ["experiments.walk", "experiments.bf16", "experiments.int8    # at commit 2e332a2"]
-    assert gone("\n\n".join(f"    python -m {command}" for command in commands)) == [
-        "experiments.bf16"
-    ]
+            is_there = place.with_suffix(".py").is_file() or (place / "__main__.py").is_file()
+            assert is_there, module
 
 
 @each_page
@@ -251,7 +237,7 @@ OPPONENT = re.compile(
 EVIDENCE = re.compile(r"ladder-jax |python -m |make [a-z]|https?://")
 
 
-def speeds_without_opponent(text: str) -> list[str]:
+def speeds_without_opponent(text):
     """Blocks and table rows with a ratio of speeds whose section names no opponent, or no command
     or source.
 
@@ -304,7 +290,7 @@ REFITTED = study.load(REFIT / "results.json")["rows"]
 FITTED = dict(tokens=12_288, seed=0, ridge=1e-3)
 
 
-def losses(**wanted) -> dict[str, float]:
+def losses(**wanted):
     """Of the refit study's row of these settings that scores most domains."""
     kind = {"residual": "ladder", **wanted}
     rows = [row["losses"] for row in REFITTED if kind.items() <= row.items()]
@@ -367,14 +353,14 @@ def test_what_fitted_outputs_give_back_is_what_was_measured():
 def predicted(prints):
     """What `ladder-jax predict` answers, as JSON, and the speedups by topology."""
 
-    def ask(words: str) -> tuple[dict, dict[str, str]]:
+    def ask(words):
         answer = json.loads(prints(*shlex.split(words), "--json"))
         return answer, {row["residual"]: f"{row['speedup']:.2f}" for row in answer["rows"]}
 
     return ask
 
 
-def shown_predictions() -> list[tuple]:
+def shown_predictions():
     rows = re.findall(
         r"^\|[^|]*\| ([^|]+) \| (\d\.\d\d)(: no)? \| (\d\.\d\d) \| `ladder-jax (predict [^`]+)` \|$",
         README,

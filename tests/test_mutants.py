@@ -20,7 +20,7 @@ def share(total: int, parts: int | None = None, *, rate=0.5) -> int:
 '''
 
 
-def changed(mutant) -> str:
+def changed(mutant):
     return SOURCE.encode()[mutant.start : mutant.stop].decode() + " > " + mutant.text
 
 

@@ -179,7 +179,7 @@ def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
     assert not rings.covered(dataclasses.replace(ring, matmul=0.0))
 
 
-def moved(transfers) -> dict:
+def moved(transfers):
     """How many arrays, by (layer, backward, status)."""
     found = collections.Counter()
     for one in transfers:

@@ -179,7 +179,7 @@ def test_nothing_of_the_model_is_kept_but_the_taps(loop, remat):
     assert [shape for shape in everything if 52 in shape]
 
 
-def collectives(jaxpr) -> int:
+def collectives(jaxpr):
     """Over the tensor ranks, each loop's once."""
     return len(
         re.findall(

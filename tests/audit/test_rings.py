@@ -18,7 +18,7 @@ RINGS = f"{SPLIT} --residual standard --collective-matmul ring"
 LADDERS = f"{SPLIT} --residual ladder --collective-matmul ring | v5p:2x2x2 tpu7x:2x2x1 h100:8"
 
 
-def statuses(answer) -> dict[str, list[bool]]:
+def statuses(answer):
     """Whether they are hidden: of the sublayers' inputs, of their outputs, and of the head's
     input.
     """

@@ -5,7 +5,6 @@ not at all.
 import dataclasses
 import json
 import os
-import pathlib
 
 import jax
 import ml_dtypes
@@ -21,7 +20,7 @@ from tests.pretrained.test_in import check_logits
 from tests.refusals import refused
 
 
-def bits(folder: pathlib.Path) -> dict[str, tuple]:
+def bits(folder):
     """Dtype, shape and bytes of every tensor, by the safetensors library."""
     found = {}
     for file in folder.glob("*.safetensors"):

@@ -18,7 +18,7 @@ from tests.pretrained import smollm2, smollm2_record as record
 
 
 @functools.cache
-def source() -> pretrained.Source:
+def source():
     """In float32."""
     found = pretrained.open(smollm2.file())
     model = dataclasses.replace(found.model, dtype=Dtype.FLOAT32, residual_dtype=Dtype.FLOAT32)
