@@ -50,14 +50,13 @@ def evaluate(run, files, monkeypatch, prints):
 
 
 def test_text(evaluate, run, capsys):
-    found = evaluate("--text", "book.txt")
+    assert cli.main(["evaluate", str(run), "--text", "book.txt", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = one_object(out)
+    assert "windows" in err
     assert found["tokens"] == found["bytes"] == len(TEXT.encode())
     assert found["window"] == WINDOW
     assert found["perplexity"] == found["byte_perplexity"] < found["word_perplexity"]
-    assert cli.main(["evaluate", str(run), "--text", "book.txt", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert one_object(out) == pytest.approx(found, rel=1e-6)
-    assert "windows" in err
     how = "--field page --stride 32 --tensor 1 --data 2".split()
     pages = evaluate("--text", "pages.jsonl", *how)
     assert pages["documents"] == 2

@@ -155,7 +155,6 @@ def test_other_parameters_compile_nothing(model):
     [
         ([], "holds no token to score"),
         ([3], "holds no token to score"),
-        ([[], [3]], "holds no token to score"),
         ([1, 303], "the token 303, outside the model's vocabulary of 303"),
     ],
 )

@@ -13,7 +13,6 @@ from gguf import GGMLQuantizationType as Kind
 
 from ladder_jax import checkpoint, nn, parallel, pretrained
 from ladder_jax.checkpoint import arrays
-from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed
 from ladder_jax.pretrained import convert as conversion, staging
 from ladder_jax.pretrained.convert import Text
@@ -70,9 +69,9 @@ def test_values_and_files_arrive(tmp_path, capsys):
     assert sorted(os.listdir(tmp_path)) == ["a.gguf", "out"]
 
 
-def test_to_hugging_face_and_back(small, tmp_path):
+def test_to_hugging_face_and_back(small, tmp_path, prints):
     (tmp_path / "hf").mkdir()  # an empty folder may be there
-    assert main(["convert", str(small), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
+    prints("convert", small, tmp_path / "hf", "--to", "huggingface")
     how = dict(ladder_layers="1,2", residual="ladder-fresh", ranks=2)
     model = convert(tmp_path / "hf", tmp_path / "out", **how).config.model
     assert {name: getattr(model, name) for name in how} == how
@@ -126,7 +125,7 @@ def test_mistakes(words, small, tmp_path, mistake):
     assert MISTAKES[words] in mistake("convert", *words.replace("small", str(small)).split())
 
 
-def test_what_is_there_stays(small, tmp_path, mistake):
+def test_what_is_there_stays(small, tmp_path, mistake, prints):
     """A taken place, and one that another process is writing, by the command line's words."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
@@ -141,7 +140,7 @@ def test_what_is_there_stays(small, tmp_path, mistake):
     params = folder / "out" / "checkpoints" / "0" / "params"
     params.mkdir(parents=True)
     (params / "manifest.ocdbt").write_text("half")
-    assert main(["convert", str(small), str(tmp_path / "out")]) == 0
+    prints("convert", small, tmp_path / "out")
     assert not checkpoint.verify(checkpoint.open_checkpoint(tmp_path / "out").path)
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
 

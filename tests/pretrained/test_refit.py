@@ -186,9 +186,8 @@ def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
     does.
     """
     file = gguf_files.write(tmp_path / "short.gguf", "llama-2", max_position_embeddings=24)
-    assert main(["convert", str(file), str(tmp_path / "short")]) == 0
     named = pretrained.open(file)
-    saved = pretrained.open(tmp_path / "short")
+    saved = converted(file, tmp_path / "short")
     both = [str(texts / "a.txt"), str(texts / "b.txt")]
     request = parsed(named.model, ladder_layers="auto:1", calibration=both, calibration_tokens=96)
     unknown = dataclasses.replace(saved, context=None)
