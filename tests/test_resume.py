@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import queue
 import random
 import re
 import shutil
@@ -372,6 +373,17 @@ def test_one_process_a_folder(book, resumable):
     assert times() == before
     with folder.locked(resumable, say=print):
         pass
+
+
+def test_a_run_whose_folder_is_removed_ends(tmp_path, monkeypatch):
+    """Its lock keeps nobody out any more: another one may begin there."""
+    monkeypatch.setattr(folder, "RENEWED", 0.05)
+    lost = queue.SimpleQueue()
+    with folder.locked(tmp_path / "run", say=print, lost=lost.put):
+        with pytest.raises(queue.Empty):
+            lost.get(timeout=0.3)
+        (tmp_path / "run").rename(tmp_path / "old")
+        assert lost.get(timeout=60) == f"{str(tmp_path / 'run')!r} was removed or moved"
 
 
 def test_a_refused_run_leaves_no_folder(tmp_path):

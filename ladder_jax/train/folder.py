@@ -12,6 +12,7 @@ clocks are compared.
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -232,30 +233,52 @@ def locked(
     another process does. Of a run's processes only the first takes it.
 
     lost: called in a thread, with a line, where a lease can no longer be renewed, before another
-        process may take it.
+        process may take it; or where the folder was removed, or moved.
     """
     if is_remote(folder):
         return _lease(folder, say, lost)
-    return _file_lock(folder)
+    return _file_lock(folder, lost)
 
 
 @contextlib.contextmanager
-def _file_lock(folder: pathlib.Path) -> Iterator[None]:
+def _file_lock(folder: pathlib.Path, lost: Callable[[str], None]) -> Iterator[None]:
     """The file stays, but of a run that was refused nothing does."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(RENEWED):
+            if _is_gone(folder / LOCK, lock):
+                return lost(f"{str(folder)!r} was removed or moved")
+
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     busy = f"another process is training in {str(folder)!r}"
     with files.locked(folder / LOCK, busy=busy) as lock:
         if not os.fstat(lock.fileno()).st_nlink:  # removed by a refused run, just now
             raise UserError(f"another process was about to train in {str(folder)!r}; try again")
+        thread = threading.Thread(target=watch, name="lock", daemon=True)
+        thread.start()
         try:
             yield
         finally:
+            done.set()
+            thread.join()
             if made and not (folder / CONFIG).exists():
                 for name in (GOODPUT, LOCK):
                     (folder / name).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     folder.rmdir()
+
+
+def _is_gone(file: pathlib.Path, opened: io.FileIO) -> bool:
+    """By links and names, as a file's number may change on network file systems."""
+    try:
+        os.stat(file)
+        return os.fstat(opened.fileno()).st_nlink == 0
+    except FileNotFoundError:
+        return True
+    except OSError:  # a disk that does not answer now
+        return False
 
 
 @contextlib.contextmanager
