@@ -214,7 +214,9 @@ def run(args: dict) -> None:
     """Convert, and print a summary. Raises UserError and RunFailed; then nothing has been
     written.
     """
-    source = formats.open_source(args["source"])
+    name = args["source"]
+    source = formats.open_source(name)
+    formats.check_refit(source.refit, ladder_layers=args["ladder_layers"], name=name)
     request = parse(args, source.model)
     # raises UserError if it cannot be split over its ranks
     nn.define(request.model, mesh=parallel.make_mesh())

@@ -208,9 +208,10 @@ def open_model(
         config = RunConfig(model=weights.model, train=weights.train_config, run=run)
     choice = dict(ladder_layers=ladder_layers, residual=residual, ranks=ranks)
     model = with_ladder_layers(config.model, **choice, name=shown)
-    return OpenedModel(
-        shown, path, dataclasses.replace(config, model=model), weights, identifier is not None
-    )
+    config = dataclasses.replace(config, model=model)
+    opened = OpenedModel(shown, path, config, weights, identifier is not None)
+    check_refit(opened.refit, ladder_layers=ladder_layers, name=shown)
+    return opened
 
 
 def open_source(name: str | os.PathLike) -> Source:
@@ -343,6 +344,15 @@ def with_ladder_layers(
     if model.residual not in ("standard", kind):
         raise UserError(f"--ladder-layers converts a standard model; {name!r} is {model.residual}")
     return dataclasses.replace(model, residual=kind, ladder_layers=ladder_layers, ranks=ranks)
+
+
+def check_refit(refit: bytes | None, *, ladder_layers: str | None, name: str) -> None:
+    """Raises UserError where layers are chosen of weights that have a `refit`."""
+    if refit is not None and ladder_layers is not None:
+        raise UserError(
+            f"the weights of {name!r} were refitted for their own layers: leave --ladder-layers out, or name the"
+            " model that was converted"
+        )
 
 
 def _is_checkpoint(path: AnyPath) -> bool:

@@ -28,6 +28,7 @@ from tests.covering import full
 from tests.pretrained import gguf_files, models
 from tests.pretrained.least_squares import TOKENS, as_source, check, normalised
 from tests.pretrained.test_convert import ARGUMENTS
+from tests.refusals import refused
 
 
 def small_model(name="standard", **changes):
@@ -174,6 +175,12 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
     for key, stored in before.arrays.items():
         fitted = key.layer in (2, 3) and not key.name.endswith(("out", "down"))
         assert (stored.read() == plain.arrays[key].read()).all() == (not fitted)
+
+    said = "were refitted for their own layers: leave --ladder-layers out, or name"
+    with refused(said):
+        lj.from_pretrained(tmp_path / "hf", ladder_layers="3")
+    assert main(["convert", *map(str, (tmp_path / "out", tmp_path / "not", *words[:2]))]) == 2
+    assert said in capsys.readouterr().err
 
 
 def parsed(model, **options):
