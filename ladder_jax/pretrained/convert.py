@@ -216,7 +216,8 @@ def run(args: dict) -> None:
     """
     name = args["source"]
     source = formats.open_source(name)
-    formats.check_refit(source.refit, ladder_layers=args["ladder_layers"], name=name)
+    if args["ladder_layers"] is not None:
+        formats.check_not_refitted(source.refit, name=name)
     request = parse(args, source.model)
     # raises UserError if it cannot be split over its ranks
     nn.define(request.model, mesh=parallel.make_mesh())

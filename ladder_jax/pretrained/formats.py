@@ -210,7 +210,8 @@ def open_model(
     model = with_ladder_layers(config.model, **choice, name=shown)
     config = dataclasses.replace(config, model=model)
     opened = OpenedModel(shown, path, config, weights, identifier is not None)
-    check_refit(opened.refit, ladder_layers=ladder_layers, name=shown)
+    if ladder_layers is not None:
+        check_not_refitted(opened.refit, name=shown)
     return opened
 
 
@@ -346,9 +347,9 @@ def with_ladder_layers(
     return dataclasses.replace(model, residual=kind, ladder_layers=ladder_layers, ranks=ranks)
 
 
-def check_refit(refit: bytes | None, *, ladder_layers: str | None, name: str) -> None:
-    """Raises UserError where layers are chosen of weights that have a `refit`."""
-    if refit is not None and ladder_layers is not None:
+def check_not_refitted(refit: bytes | None, *, name: str) -> None:
+    """Raises UserError for weights with a `refit`, of which other layers cannot be chosen."""
+    if refit is not None:
         raise UserError(
             f"the weights of {name!r} were refitted for their own layers: leave --ladder-layers out, or name the"
             " model that was converted"
