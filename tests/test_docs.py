@@ -473,6 +473,14 @@ def test_notebooks_have_the_outputs_of_a_run_without_errors():
         assert kinds and not kinds & {"error", "stderr"}, path.name
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+def test_what_notebooks_import_is_there(path):
+    """`make notebooks` runs them whole."""
+    cells = json.loads(path.read_text())["cells"]
+    code = "".join(line.rstrip() + "\n" for cell in cells for line in cell["source"])
+    executed(*re.findall(r"^(?:import|from) (?:ladder_jax|experiments).*\n", code, re.M))
+
+
 def test_the_citation_is_of_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == ladder_jax.__version__
