@@ -48,10 +48,11 @@ def test_prefill_chunks_and_decode_equal_the_full_pass(name, kind, tensor, loop,
     assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS - 1]) < limit
 
 
-def test_scanned_routers_stay_float32():
-    definition = experts.define("ladder", **starts.BFLOAT16)
+def test_scanned_routers_and_biases_stay_float32():
+    definition = experts.define("ladder", biases="qkv", **starts.BFLOAT16)
     stored = weights.prepare(definition, cases.placed(definition), loop=Loop.SCAN)
     assert stored["layers"]["mlp"]["router"].dtype == np.float32
+    assert stored["layers"]["attention"]["key_bias"].dtype == np.float32
     assert stored["layers"]["mlp"]["experts"]["up"].dtype == definition.config.dtype.value
 
 

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, quantized
-from ladder_jax.nn.parameter import stacks
+from ladder_jax.nn.parameter import is_matrix, stacks
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import apart, mesh, on_own_mesh
 from ladder_jax.parallel.collectives import ROUTER
@@ -165,9 +165,9 @@ def _stored(quantize, dtype, array, dims):
 
 
 def _dtype(dtype, dims):
-    """Norm gains and routers stay float32: they multiply in it."""
-    dims = dims.removeprefix("L")
-    return dtype if len(dims) > 1 and dims != ROUTER else jnp.float32
+    """Gains, biases and routers stay float32: they multiply, or are added, in it."""
+    rounds = is_matrix(dims) and dims.removeprefix("L") != ROUTER
+    return dtype if rounds else jnp.float32
 
 
 def _check_inference(definition):

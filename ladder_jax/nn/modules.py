@@ -143,11 +143,9 @@ class Attention(Module):
             return query, key
         if norm is QKNorm.HEAD:
             return self.query_norm(query, dtype=dtype), self.key_norm(key, dtype=dtype)
-        # as inference has them
-        scales = [one.scale[...].astype(dtype) for one in (self.query_norm, self.key_norm)]
         query, key = normalise_heads((query, key), eps=self.config.norm_eps, axes=axes)
-        query = self.query_norm.gain(query, dtype=dtype, scale=scales[0])
-        return query, self.key_norm.gain(key, dtype=dtype, scale=scales[1])
+        query = self.query_norm.gain(query, dtype=dtype, scale=self.query_norm.scale[...])
+        return query, self.key_norm.gain(key, dtype=dtype, scale=self.key_norm.scale[...])
 
 
 class MLP(Module):
