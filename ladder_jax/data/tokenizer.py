@@ -160,13 +160,13 @@ def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
 
     Raises UserError where another tokenizer lies there.
     """
-    if not isinstance(tokenizer, HuggingFace):
-        return
     if (folder / MAIN).exists():
         if load(folder).name != tokenizer.name:
             raise UserError(
-                f"{str(folder)!r} holds another tokenizer than {str(tokenizer.folder)!r}"
+                f"{str(folder)!r} holds another tokenizer than {tokenizer.name}: remove it, or choose another folder"
             )
+        return
+    if not isinstance(tokenizer, HuggingFace):
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in reversed(tokenizer.files.items()):
