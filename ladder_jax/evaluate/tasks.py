@@ -212,9 +212,14 @@ def library():
 def _task(config: dict, examples: Sequence, shots: int, shots_from: Sequence):
     if not examples:
         raise UserError("there is no question")
-    pool = map(dataclasses.asdict, _pool(examples, shots, shots_from))
-    documents = map(dataclasses.asdict, examples)
+    pool = map(_document, _pool(examples, shots, shots_from))
+    documents = map(_document, examples)
     return library().LocalTask(config, list(documents), shots=shots, pool=list(pool))
+
+
+def _document(example: Choice | Question) -> dict[str, Any]:
+    """Without its line: in a file of shots the same question may stand on another one."""
+    return dataclasses.asdict(dataclasses.replace(example, line=0))
 
 
 def _pool(examples: Sequence, shots: int, source: Sequence) -> list:

@@ -161,8 +161,10 @@ def check_perplexity(ours, lm, harness, *, close):
 def check_choices(ours, lm, harness, folder, *, shots, close):
     out = folder / "out.jsonl"
     questions = evaluate.read_choices(asked(folder, "choices"))
+    # a question is not its own shot, on whatever line of their file
+    elsewhere = [dataclasses.replace(question, line=99) for question in questions]
     found = evaluate.multiple_choice(
-        ours, questions, shots=shots, shots_from=questions, file=str(out)
+        ours, questions, shots=shots, shots_from=elsewhere, file=str(out)
     )
     lines = {line["index"]: line for line in rows_of(out)}
     theirs, samples = harness(lm, "choices", shots=shots)
