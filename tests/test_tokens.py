@@ -134,6 +134,9 @@ def test_another_tokenizer(words, tmp_path):
     assert made.dtype == "<u2"
     expected = [[*given.encode(text), given.stop_ids[0]] for text in TEXTS[:9]]
     assert [document.tolist() for document in documents(tmp_path / "out")] == expected
+    (tmp_path / "away" / "tokenizer_config.json").write_text("{}")
+    with refused("documents end with another token"):
+        make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=tmp_path / "away")
 
 
 KILLED = """

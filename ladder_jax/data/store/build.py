@@ -137,6 +137,13 @@ def build(
                     f"{str(out)!r} holds a finished store of other sources or another --shard-tokens,"
                     " or they have changed: name another --out"
                 )
+            kept = out / tokenizers.FOLDER
+            # of one tokenizer.json, by the files beside it
+            if kept.is_dir() and tokenizers.load(kept).stop_ids[:1] != tokenizer.stop_ids[:1]:
+                raise UserError(
+                    f"{str(out)!r} holds a finished store whose documents end with another token than those of"
+                    f" --tokenizer {source}, or with none: name another --out"
+                )
         else:
             numbered = list(enumerate(plan))[mine]
             shards = _shards(numbered, out, settings, source, workers)
