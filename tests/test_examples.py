@@ -145,6 +145,7 @@ def test_another_mask_is_other_data(tmp_path):
     ('{"messages": [{"role": "bard", "content": "a"}]}\n', "a.jsonl:1: .*no role bard"),
     ('{"messages": []}\n', "a.jsonl:1: 'messages' must be a list of messages"),
     ('{"messages": ["a"]}\n', "a.jsonl:1: a message must be such as"),
+    ('{"messages": [{"role": "user", "content": [{}]}]}\n', "a.jsonl:1: a message must be such as"),
     ('{"text": "\\ud800"}\n', "a.jsonl:1: .*surrogates"),
     ('{"text": "abc"}\n', "has 1 examples"),
     ("", "has 0 examples"),

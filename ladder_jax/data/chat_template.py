@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from ladder_jax.errors import UserError, refused
 
+TOOLS = ("tool", "ipython")  # roles of their answers
+
 
 class ChatTemplate:
     """`ChatTemplate(source, tokens)(messages)`: the text of a prompt for the next answer, or of no
@@ -31,9 +33,9 @@ class ChatTemplate:
         clock.
         """
         for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            if not _is_message(message):
                 raise UserError(
-                    f'a message must be such as {{"role": "user", "content": "Hello"}}, not {message!r}'
+                    f'a message must be such as {{"role": "user", "content": "Hello"}}, not {message!r:.200}'
                 )
 
         given = {
@@ -46,6 +48,16 @@ class ChatTemplate:
         # the template is a program of somebody else's
         with refused("the chat template refuses these messages"):
             return self._template.render(**self._special, **given)
+
+
+def _is_message(message: object) -> bool:
+    """A template would write a content that is no text as Python does: `None`, `[{'type': ...`.
+    What tools are called with, and answer, may be anything.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    of_tools = message["role"] in TOOLS or message.get("tool_calls")
+    return isinstance(message.get("content"), str) or bool(of_tools)
 
 
 def _environment():
