@@ -76,17 +76,20 @@ def read(
     """The requests in `file`. Raises UserError, with the line's number, for a mistake.
 
     name: the model's, which all bodies must have. identity: of the model, in the digests. defaults:
-    its seed + the line's index is that of a body without one; max_new_tokens are the most of a chat
-    that does not say.
+    its seed + the number of answers (`n`) of the lines before is that of a body without one;
+    max_new_tokens are the most of a chat that does not say.
     """
     terms = Terms(name, tokenizer, vocab_size, chat_tokens=defaults.max_new_tokens)
     earlier = set()
+    seed = defaults.seed
 
-    def job(value: Any, _: int, index: int) -> Job:
-        found = _job(value, terms, identity=identity, seed=defaults.seed + index)
+    def job(value: Any, *_: int) -> Job:
+        nonlocal seed
+        found = _job(value, terms, identity=identity, seed=seed)
         if found.index in earlier:
             raise UserError(f"custom_id {found.index!r} is that of an earlier line, too")
         earlier.add(found.index)
+        seed += found.form.body.answers
         return found
 
     return json_lines.parsed(file, job, what="prompts")
