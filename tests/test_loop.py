@@ -370,6 +370,19 @@ def test_no_handler_stays_and_none_is_set_in_a_thread():
         assert other.submit(in_a_thread).result() == (before, False)
 
 
+def test_the_held_out_loss_holds_as_few_logits_as_a_step(book, tmp_path, monkeypatch):
+    chunks = []
+    of_chunks = nn.loss_sum
+
+    def recorded(*args, chunk, **settings):
+        chunks.append(chunk)
+        return of_chunks(*args, chunk=chunk, **settings)
+
+    monkeypatch.setattr(nn, "loss_sum", recorded)
+    runs.run(book, tmp_path, "train.steps=1", "train.loss_chunk=48")
+    assert set(chunks) == {48}
+
+
 def test_read_ahead_raises_where_the_batch_is_asked_for():
     def batch(index):
         if index == 6:

@@ -216,13 +216,15 @@ def mean_loss(
     return lambda params, batch: compiled(params, {}, _checked(batch, task, trained=params))
 
 
-def held_out_loss(task: TrainingTask, *, loop: Loop = Loop.SCAN) -> Compiled:
+def held_out_loss(
+    task: TrainingTask, *, loop: Loop = Loop.SCAN, loss_chunk: int = TrainConfig.loss_chunk
+) -> Compiled:
     """A compiled (trained, frozen, tokens or a Batch) -> mean cross-entropy in nats a token.
 
     No teacher and no z-loss count, and of a gradual conversion all layers have their final form.
     """
     task = task.held_out
-    config = TrainConfig(loop=loop)
+    config = TrainConfig(loop=loop, loss_chunk=loss_chunk)
     layout = task.definition.layout
 
     def local(trained, frozen, batch):

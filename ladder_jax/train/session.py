@@ -313,7 +313,8 @@ class Session:
         state = (self.state.params, self.frozen)
         if self._loss is None:
             with account.time("compile"):
-                loss = held_out_loss(self.task, loop=self.context.config.train.loop)
+                train = self.context.config.train
+                loss = held_out_loss(self.task, loop=train.loop, loss_chunk=train.loss_chunk)
                 self._loss = loss.compile(*state, self.loader.place(self.held_out[0]))
         losses = []
         weights = []
