@@ -25,7 +25,7 @@ from ladder_jax.config import (
     TrainConfig,
 )
 from ladder_jax.data.packing import Batch, Targets
-from ladder_jax.decode import Generator
+from ladder_jax.decode import Generator, weights
 from ladder_jax.retrain import Retraining
 from ladder_jax.side import SideModel
 from ladder_jax.train.gradients import held_out_loss, loss_and_gradients, task_gradients
@@ -240,6 +240,12 @@ def test_decoding_runs_the_side_network(name, tensor, loop):
         sequence = np.array([prompt + new.tolist()])
         scores = nn.compiled_logits(definition)(params, sequence)[0, len(prompt) - 1 : -1]
         np.testing.assert_array_equal(scores.argmax(-1), new)
+
+
+def test_an_unrolled_side_network_has_each_matrix_apart():
+    """A slice of a stack would be copied before its matmul."""
+    stored = jax.tree.leaves(weights.dims(define(), loop=Loop.UNROLLED))
+    assert {dims for dims in stored if dims.startswith("L")} == {"LD", "Ld", "Li"}
 
 
 @FULL

@@ -23,10 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, quantized
-from ladder_jax.nn.parameter import is_matrix, stacks
+from ladder_jax.nn.parameter import is_matrix, is_rounded, stacks
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import apart, mesh, on_own_mesh
-from ladder_jax.parallel.collectives import ROUTER
 
 if TYPE_CHECKING:
     from ladder_jax.checkpoint import Key
@@ -165,9 +164,7 @@ def _stored(quantize, dtype, array, dims):
 
 
 def _dtype(dtype, dims):
-    """Gains, biases and routers stay float32: they multiply, or are added, in it."""
-    rounds = is_matrix(dims) and dims.removeprefix("L") != ROUTER
-    return dtype if rounds else jnp.float32
+    return dtype if is_rounded(dims) else jnp.float32
 
 
 def _check_inference(definition):
@@ -192,14 +189,8 @@ class _Parameter(NamedTuple):
     share: int
 
     def is_stacked(self, loop: Loop) -> bool:
-        return self.layers > 0 and (loop is Loop.SCAN or not _is_apart(self.dims))
-
-
-def _is_apart(dims):
-    """Whether, unrolled, each layer's is an array of its own: a slice of a stack would be copied
-    before its matmul.
-    """
-    return quantized.is_matrix(dims) or dims.removeprefix("L") == ROUTER
+        """Unrolled, a matrix is no slice of a stack: it would be copied before its matmul."""
+        return self.layers > 0 and (loop is Loop.SCAN or not is_matrix(self.dims))
 
 
 def _parameters(definition):
@@ -250,7 +241,7 @@ def _in_memory(definition, params, *, loop, quantize):
         arrays, structure = jax.tree.flatten(part)
         dims = jax.tree.leaves(definition.dims[name])
         layers = range(len(unrolled.get(name, ())))
-        each = [at for at, one in enumerate(dims) if layers and _is_apart(one)]
+        each = [at for at, one in enumerate(dims) if layers and is_matrix(one)]
         if each:
             convert = _converter(*form, tuple(dims[at].removeprefix("L") for at in each))
             taken = tuple(arrays[at] for at in each)

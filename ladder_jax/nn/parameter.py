@@ -28,7 +28,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.config.fields import check_type
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import Layout
-from ladder_jax.parallel.collectives import Axes
+from ladder_jax.parallel.collectives import ROUTER, Axes
 from ladder_jax.parallel.compiled import initializer_options
 from ladder_jax.parallel.mesh import SHARDED, apart, tracing
 
@@ -249,6 +249,13 @@ def is_matrix(dims: str) -> bool:
     """
     of_layer = dims.removeprefix("L")
     return len(of_layer) > 1 and of_layer.upper() not in ("NH", "KH")
+
+
+def is_rounded(dims: str) -> bool:
+    """Whether the model uses such a parameter in the compute dtype. Routers multiply in float32, as
+    gains do; biases are added in it.
+    """
+    return is_matrix(dims) and dims.removeprefix("L") != ROUTER
 
 
 def abstract(module: nnx.Module, *, layout: Layout) -> dict:

@@ -13,7 +13,6 @@ from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.nn import ModelDef, Params, parameter
 from ladder_jax.nn.parameter import LAYERS
 from ladder_jax.nn.router_losses import RouterLosses
-from ladder_jax.parallel.collectives import ROUTER
 from ladder_jax.retrain import lora as factors
 from ladder_jax.side import SIDE, SideModel
 
@@ -105,8 +104,7 @@ class RetrainPlan:
         def copy_for_teacher(source):
             found = {name: self._parts(source)[name] for name in self._teacher_parts}
             dtype = jnp.dtype(self.definition.config.dtype.value)
-            rounds = lambda dims: parameter.is_matrix(dims) and not dims.endswith(ROUTER)
-            cast = lambda a, dims: jnp.copy(a.astype(dtype) if rounds(dims) else a)
+            cast = lambda a, dims: jnp.copy(a.astype(dtype) if parameter.is_rounded(dims) else a)
             return jax.tree.map(cast, found, self.frozen_dims["teacher"])
 
         source = params if teacher is None else teacher

@@ -71,9 +71,9 @@ GOODPUT = "goodput.json"
 RESULT = "result.json"
 LOCK = ".lock"
 
-# seconds, of the lock in an object store
-RENEWED = 10.0
-GIVES_UP = 100.0
+# seconds
+RENEWED = 10.0  # between renewals of a lease, and between looks at a disk's lock
+GIVES_UP = 100.0  # of a lease, as EXPIRES
 EXPIRES = 120.0
 
 
