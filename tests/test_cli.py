@@ -196,12 +196,14 @@ def test_a_reader_that_leaves():
 
 
 def test_interrupted_again_while_it_ends(run_python):
+    """Until then Python's own handler stays, and a notebook that runs a verb goes on."""
     code = """if True:
-        import importlib, signal
+        import atexit, importlib, signal
         cli = importlib.import_module("ladder_jax.cli.main")
         cli.parse = lambda argv: signal.raise_signal(signal.SIGINT)
+        atexit.register(signal.raise_signal, signal.SIGINT)
         cli.main([])
-        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     """
     done = run_python("-c", code)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "ladder-jax: interrupted\n")

@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         return _ended(str(error), status=error.status)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # again: at once, not in jax's own clean-up
+        # Ctrl-C again ends the process at once, not in jax's own clean-up
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
         return _ended("interrupted", status=130)
     except (RuntimeError, ValueError) as error:
         if not re.match(ENVIRONMENT, str(error)):
