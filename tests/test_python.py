@@ -5,8 +5,11 @@ folder.
 import concurrent.futures
 import functools
 import multiprocessing
+import os
 import pathlib
 import signal
+import threading
+import time
 
 import pytest
 
@@ -58,10 +61,21 @@ def test_an_interrupt_is_the_parents():
     """Of a worker that still begins, Ctrl-C showed the traceback."""
     interrupted = dict(target=signal.raise_signal, args=(signal.SIGINT,))
     worker = multiprocessing.get_context("spawn").Process(**interrupted)
-    with python.safe_path():
+    with python.starting():
         worker.start()
     worker.join()
     assert worker.exitcode == 0
+
+
+def test_an_interrupt_waits_until_processes_have_begun():
+    """Also one that another thread receives: a worker that was begun in part showed a traceback."""
+    done = threading.Event()
+    threading.Thread(target=done.wait).start()
+    with pytest.raises(KeyboardInterrupt), python.starting():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        done.set()
+    assert done.is_set()
 
 
 def test_overlap(ladder, planted):

@@ -142,7 +142,7 @@ def apart(function: str, *arguments: Any, target: Target, flags: str = "") -> An
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, function, arguments), daemon=True)
     with contextlib.ExitStack() as stack:
-        with python.safe_path(**_environment(target, flags)):
+        with python.starting(**_environment(target, flags)):
             process.start()
             stack.callback(process.join)
             stack.callback(process.kill)  # a compiler's threads may hang at the interpreter's end

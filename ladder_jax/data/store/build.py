@@ -203,7 +203,7 @@ def _shards(
     shown = progress(len(numbered), label="{done}/{total} shards")
     with shown as update, contextlib.ExitStack() as stack:
         try:
-            with python.safe_path():
+            with python.starting():
                 pool = concurrent.futures.ProcessPoolExecutor(
                     workers, mp_context=context, initializer=_begin_worker
                 )
