@@ -198,6 +198,8 @@ def test_rollback(book, stopped, skipped, tmp_path):
     assert rows[:17] == losses(stopped)[:17]
     assert [row[1] for row in rows[17:20]] == [None] * 3
     assert all("step 20: the loss jumped" in r[2] for r in rows[17:20])
+    pace = {row["step"]: row["tokens_per_second"] for row in metrics.read(directory)}
+    assert [step for step in pace if pace[step] == 0] == [18, 19, 20]
     assert rows[20][1] is not None
     assert rows[20] != losses(skipped)[20]
     assert position(directory, 24)["skipped"] == [18, 19, 20]

@@ -217,6 +217,8 @@ class Session:
             self.policy.bad(step, read)
         elif metrics:
             self.policy.good()
+        else:
+            self.throughput.left_out()
         context.heartbeat(f"after step {step}")
         note = {}
         if _due(step, train.evaluate_every, last):

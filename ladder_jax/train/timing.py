@@ -175,6 +175,10 @@ class Throughput:
         self._step = step
         self._seconds = self._account.now()
 
+    def left_out(self) -> None:
+        """A step was not made, so that its tokens have no speed."""
+        self._step += 1
+
     def since_last(self, step: int) -> dict[str, Any]:
         """tokens (of the whole run), tokens_per_second, data_wait (a share of time), mfu where the
         peak is known.
