@@ -11,7 +11,7 @@ checked before anything is computed.
 import dataclasses
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -62,6 +62,9 @@ class Job(jsonl.Job):
             "response": response,
             "error": None,
         }
+
+    def failed(self, line: Mapping[str, Any]) -> bool:
+        return line["response"]["status_code"] != 200
 
 
 def read(

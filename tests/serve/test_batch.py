@@ -13,6 +13,7 @@ from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data import chat_template, tokenizer as tokenizers
 from ladder_jax.decode.engine import jsonl
+from ladder_jax.errors import RunFailed
 from ladder_jax.serve import batch
 from tests import tokenizers as made
 from tests.refusals import refused
@@ -91,6 +92,8 @@ def test_one_without_numbers(tmp_path):
     assert answer["response"]["body"]["error"]["code"] == "no_numbers"
     (tmp_path / "out.jsonl").write_text(json.dumps(answer) + "\n")
     assert jsonl.answered(str(tmp_path / "out.jsonl"), {"one": job.digest}) == {"one": answer}
+    with pytest.raises(RunFailed, match="1 prompts have no answer"):
+        jsonl.answer([job], file=str(tmp_path / "out.jsonl"), engine_for=None)
 
 
 @pytest.mark.parametrize("change", [dict(identity="another"), dict(defaults=DecodeConfig(seed=4))])

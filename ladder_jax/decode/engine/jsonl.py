@@ -54,6 +54,10 @@ class Job:
         named = {} if self.id is None else {"id": self.id}
         return {"index": self.index, **named, **answer, "request": self.digest}
 
+    def failed(self, line: Mapping[str, Any]) -> bool:
+        """Whether the line of its answer holds an error."""
+        return "error" in line
+
 
 def read(
     file: str,
@@ -135,24 +139,22 @@ def _result(handle: Handle) -> Result | NoNumbers:
 def answer(jobs: Sequence[Job], *, file: str, engine_for: Callable[[list[Job]], Engine]) -> None:
     """Appends a line to `file` as each job finishes that has none there.
 
-    The line of a job that failed holds the error. Raises RunFailed at the end if any job failed.
+    The line of a job that failed holds the error. Raises RunFailed at the end if any job failed, in
+    this run or one before.
     engine_for: gives the engine for these jobs.
     """
     by_index = {job.index: job for job in jobs}
-    failed = []
 
     def work(left: list[Hashable]) -> Iterator[tuple[Hashable, dict[str, Any]]]:
         asked = {index: by_index[index].requests for index in left}
         engine = engine_for([by_index[index] for index in left])
         for index, results in answers(engine, asked):
-            if any(isinstance(result, NoNumbers) for result in results):
-                failed.append(index)
             yield index, by_index[index].line(results)
 
     digests = {index: job.digest for index, job in by_index.items()}
-    carry_out(digests, work, file=file, label="{done}/{total} prompts")
-    if failed:
-        raise RunFailed(f"{file}: {len(failed)} prompts have no answer; their lines say why")
+    lines = carry_out(digests, work, file=file, label="{done}/{total} prompts")
+    if failed := sum(job.failed(line) for job, line in zip(by_index.values(), lines, strict=True)):
+        raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
 
 
 # The lines of such a file, and of the results of an evaluation.
