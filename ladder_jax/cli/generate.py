@@ -217,6 +217,8 @@ def _jobs(asked: Asked) -> list[Job]:
         raise UserError(
             f"--{option}: in OpenAI's batch format each line's body has its own settings"
         )
+    if args.max_new_tokens:
+        about["completion_tokens"] = args.max_new_tokens
     return batch.read(args.prompts, name=saved.config.run.name, identity=model, **about)
 
 

@@ -22,7 +22,7 @@ from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import NoNumbers, Result, jsonl
 from ladder_jax.errors import UserError
 from ladder_jax.serve.answer import Form
-from ladder_jax.serve.prepare import Terms, prepare
+from ladder_jax.serve.prepare import MAX_TOKENS, Terms, prepare
 from ladder_jax.serve.schema import BODIES, Chat, Object, Refusal, parse
 
 NO_DATE = datetime.datetime(1970, 1, 1)
@@ -75,14 +75,17 @@ def read(
     defaults: DecodeConfig,
     vocab_size: int,
     identity: str,
+    completion_tokens: int = MAX_TOKENS,
 ) -> list[Job]:
     """The requests in `file`. Raises UserError, with the line's number, for a mistake.
 
     name: the model's, which all bodies must have. identity: of the model, in the digests. defaults:
     its seed + the number of answers (`n`) of the lines before is that of a body without one;
-    max_new_tokens are the most of a chat that does not say.
+    max_new_tokens are the most of a chat that does not say. completion_tokens: the most of a
+    completion that does not.
     """
-    terms = Terms(name, tokenizer, vocab_size, chat_tokens=defaults.max_new_tokens)
+    most = dict(chat_tokens=defaults.max_new_tokens, completion_tokens=completion_tokens)
+    terms = Terms(name, tokenizer, vocab_size, **most)
     earlier = set()
     seed = defaults.seed
 

@@ -21,7 +21,7 @@ class Terms:
     """What may be asked of a model; by default without limits.
 
     name: the model's, which all bodies must have. chat_tokens: new tokens of a chat that does not
-        say.
+        say. completion_tokens: of a completion that does not.
     capacity: tokens of a prompt and its answer. max_queue: answers to one body. max_new_tokens: of
         an answer.
     """
@@ -30,6 +30,7 @@ class Terms:
     tokenizer: Tokenizer
     vocab_size: int
     chat_tokens: int
+    completion_tokens: int = MAX_TOKENS
     capacity: int = sys.maxsize
     max_queue: int = sys.maxsize
     max_new_tokens: int = sys.maxsize
@@ -90,7 +91,7 @@ def prepare(
         prompts = _prompts(body, terms)
         form = CompletionForm
         asked = body.max_tokens
-        default = MAX_TOKENS
+        default = terms.completion_tokens
         logprobs = body.logprobs is not None
     new_tokens = [terms.new_tokens(prompt, asked=asked, default=default) for prompt in prompts]
     check_prompts(prompts, vocab_size=terms.vocab_size)  # token by token: those that have room

@@ -140,11 +140,14 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys, mistake, prints):
     file = write(tmp_path / "in.jsonl", LINES)
     out = tmp_path / "out.jsonl"
     command = ["generate", str(folder), "--prompts", file, "--out", str(out), "--tensor", "1"]
+    command += ["--max-new-tokens", "5"]  # of what does not say, a completion too
     said = mistake(*command, "--temperature", "1")
     assert "--temperature: in OpenAI's batch format each line's body has its own settings" in said
     assert cli.main(command) == 0
     content = out.read_bytes()
     assert content.count(b"\n") == 4
+    answers = {answer["custom_id"]: answer for answer in map(json.loads, content.splitlines())}
+    assert answers["tokens"]["response"]["body"]["usage"]["completion_tokens"] == 5
     assert "4/4 prompts" in capsys.readouterr().err
     prints(*command)
     assert out.read_bytes() == content
