@@ -298,6 +298,7 @@ class Counting(nnx.Module):
 class Counts(nnx.Module):
     def __init__(self, *, rngs):
         self.attention, self.mlp = Counting(rngs=rngs), Counting(rngs=rngs)
+        self.rngs = rngs  # of each layer its own
 
 
 @pytest.mark.parametrize(
@@ -337,6 +338,8 @@ def test_what_sublayers_change_is_changed_in_the_stack(settings):
         assert cases.error(loss, exact) < X.size * LIMIT
         assert np.isfinite(gradients.layers.mlp.weight[...]).all()
     assert repr(stack).startswith("Stack of Counts, 384 parameters")
+    keys = jax.random.key_data(stack.layers.rngs.default.key[...])
+    assert len(set(keys[:, 0].tolist())) == 3
     for sublayer in (stack.layers.attention, stack.layers.mlp):
         assert sublayer.calls[...].tolist() == [2 * halves] * 3
     first = stack.layers.attention.newest[...]

@@ -161,8 +161,9 @@ class Stack(nnx.Module):
         # hashable, so that the graph can be a static argument of jax.jit
         self.axes = axes
         self.execution = Execution(loop=loop, remat=remat, interleave=interleave)
-        create = nnx.split_rngs(splits=topology.num_layers)(nnx.vmap(lambda rngs: layer(rngs=rngs)))
-        self.layers = create(rngs)
+        # of their own, as a layer may keep its `rngs`
+        create = nnx.vmap(lambda rngs: layer(rngs=rngs))
+        self.layers = create(rngs.split(topology.num_layers))
 
     def __repr__(self) -> str:
         count = sum(array.size for array in jax.tree.leaves(nnx.state(self.layers, nnx.Param)))
