@@ -112,6 +112,33 @@ ENTRY"""
 
 
 @pytest.mark.parametrize(
+    "caller, kind",
+    [
+        ("fusion(%x, %x), calls=%kept", "reduce-scatter"),
+        ("call(%x, %x), to_apply=%kept", "all-reduce"),
+    ],
+)
+def test_slices_of_sums_that_one_fusion_makes_are_scattered(caller, kind):
+    """A TPU's joins those of several arrays; a computation's own slices are operations apart."""
+    computations = """%kept (p: bf16[512,2048], q: bf16[512,2048]) -> (bf16[64,2048], bf16[512,256]) {
+  %p = bf16[512,2048]{1,0} parameter(0)
+  %q = bf16[512,2048]{1,0} parameter(1)
+  %i = u32[] constant(0)
+  %both = (bf16[512,2048]{1,0}, bf16[512,2048]{1,0}) all-reduce(%p, %q), to_apply=%add
+  %first = bf16[512,2048]{1,0} get-tuple-element(%both), index=0
+  %rows = bf16[64,2048]{1,0} dynamic-slice(%first, %i, %i), dynamic_slice_sizes={64,2048}
+  %second = bf16[512,2048]{1,0} get-tuple-element(%both), index=1
+  %columns = bf16[512,256]{1,0} dynamic-slice(%second, %i, %i), dynamic_slice_sizes={512,256}
+  ROOT %tuple = (bf16[64,2048]{1,0}, bf16[512,256]{1,0}) tuple(%rows, %columns)
+}
+
+ENTRY"""
+    line = f"  %shares = (bf16[64,2048]{{1,0}}, bf16[512,256]{{1,0}}) {caller}"
+    found = schedule.audit(WINDOW.replace("ENTRY", computations).replace("BETWEEN", line))
+    assert [r.collective.kind for r in found.reductions if r.count == 2] == [kind]
+
+
+@pytest.mark.parametrize(
     "pairs, ranks",
     [
         ("{0,0},{1,2},{2,1},{3,3}", [2]),  # a matrix is transposed: the diagonal stays

@@ -256,7 +256,7 @@ def _measure(
     reducer = collective.computation("to_apply")
     return Collective(
         name=start.name,
-        kind=_kind(collective, form.holder),
+        kind=_kind(collective, form.holder, fused=form.holder is not computation),
         op_name=collective.op_name or start.op_name or (reducer.root.op_name if reducer else ""),
         operands=_count_operands(collective, ranks=ranks),
         bytes=sum(operand.bytes for operand in collective.operands),
@@ -300,10 +300,14 @@ def _concatenated_arrays(collective: Instruction) -> int:
     return len(source.operands) if joined else 1
 
 
-def _kind(collective: Instruction, holder: Computation) -> str:
+def _kind(collective: Instruction, holder: Computation, *, fused: bool) -> str:
     kind = collective.opcode.removesuffix("-start")
-    root = holder.root
-    sliced = not holder.entry and root.opcode == "dynamic-slice" and root.operands[0] is collective
+    kept = holder.root.operands if holder.root.opcode == "tuple" else (holder.root,)
+    sliced = fused and all(
+        one.opcode == "dynamic-slice"
+        and one.operands[0].behind(("get-tuple-element",)) is collective
+        for one in kept
+    )
     return "reduce-scatter" if kind == "all-reduce" and sliced else kind
 
 
