@@ -196,7 +196,8 @@ def test_flops_that_measure_nothing_are_refused(flops, said):
 
 def test_an_unknown_form_is_named():
     """Rather than left out: an all-gather that a custom call runs, or any other caller, an
-    operation of another name, and a message to another device, but none to the host.
+    operation of another name, a message to another device, but none to the host, and kernels that
+    write to other devices.
     """
     called = """%inner (p: bf16[512,2048]) -> bf16[512,2048] {
   %p = bf16[512,2048]{1,0} parameter(0)
@@ -215,17 +216,24 @@ ENTRY"""
   %token = token[] after-all()
   %send = (bf16[512,2048]{1,0}, u32[], token[]) send(%before, %token), channel_id=2
   %send-done = token[] send-done(%send), channel_id=2
-  %log = (bf16[512,2048]{1,0}, u32[], token[]) send(%before, %token), channel_id=3, is_host_transfer=true"""
+  %log = (bf16[512,2048]{1,0}, u32[], token[]) send(%before, %token), channel_id=3, is_host_transfer=true
+  %tpu = bf16[512,2048]{1,0} custom-call(%before), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"body":"TUz","has_communication":true,"collective_id":"0"}}
+  %gpu = bf16[512,2048]{1,0} custom-call(%before), custom_call_target="mosaic_gpu_v2", \
+backend_config={module = "ML", uses_xla_collective_metadata = true, xla_replica_ids = "0,1"}
+  %own = bf16[512,2048]{1,0} custom-call(%before), custom_call_target="mosaic_gpu_v2", \
+backend_config={module = "ML", uses_xla_collective_metadata = false}"""
     program = WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}")
     found = schedule.audit(program)
-    assert found.unknown == ("within", "asked", "new", "send")
+    assert found.unknown == ("within", "asked", "new", "send", "tpu", "gpu")
     assert (found.all_reduces, found.hidden) == (1, 1)
     assert (
         found.verdict
-        == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, asked, new, send"
+        == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, asked, new, send, tpu, gpu"
     )
     with pytest.raises(
-        AssertionError, match="not counted, as their form is unknown: within, asked, new, send"
+        AssertionError,
+        match="not counted, as their form is unknown: within, asked, new, send, tpu, gpu",
     ):
         schedule.assert_hidden(program)
 

@@ -36,6 +36,8 @@ KINDS = (
     "collective-broadcast",
 )
 CONTROL_FLOW = ("while", "call", "conditional")
+# Pallas kernels of TPUs and of NVIDIA GPUs that write to other devices
+_COMMUNICATES = re.compile(r'"has_communication":true|uses_xla_collective_metadata = true')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,16 +132,19 @@ def beside(
 
 
 def unknown(program: Program) -> list[str]:
-    """The names of collectives in a form which is not among those above, so that nothing counts
-    them.
+    """The names of collectives in a form which is not among those above, and of kernels that
+    communicate, so that nothing counts them.
     """
     found = {form.collective for computation in scheduled(program) for form in forms(computation)}
     # A `chain_id` is on further pieces of one that is found.
     return [
         one.name
         for one in program.instructions
-        if re.match(
-            r"((ragged-)?all-|collective-|reduce-scatter|send|recv)(?!.*-done$)", one.opcode
+        if (
+            re.match(
+                r"((ragged-)?all-|collective-|reduce-scatter|send|recv)(?!.*-done$)", one.opcode
+            )
+            or (one.opcode == "custom-call" and _COMMUNICATES.search(one.attributes))
         )
         and one not in found
         and "is_host_transfer=true" not in one.attributes
