@@ -25,6 +25,8 @@ from tests.refusals import refused
         ("mesh['data'=1,'fsdp'=2,'tensor'=4] {'tensor','fsdp'}", ("tensor", "fsdp"), 8),
         ("mesh['data'=1,'fsdp'=2,'tensor'=4] {'fsdp','tensor':(1)2}", (), 4),  # half of an axis
         ("{{0,4},{1,5},{2,6},{3,7}}", ("fsdp",), 2),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ("tensor",), 4),  # the compiler's own names
+        ("mesh['axis_0'=2,'axis_1'=2,'axis_2'=2] {'axis_1'}", (), 2),  # half of an axis
         ("{{0,1,2,3},{4,5,6,7}}", ("tensor",), 4),
         ("{{0,1,2,3,4,5,6,7}}", ("fsdp", "tensor"), 8),
         ("{{0,1},{2,3},{4,5},{6,7}}", (), 2),  # half of an axis

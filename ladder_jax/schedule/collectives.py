@@ -327,8 +327,9 @@ def _kind(collective: Instruction, holder: Computation, *, fused: bool) -> str:
 # The mesh axes over which a collective runs. A program names them
 # (`replica_groups=mesh['data'=1,'tensor'=4] {'tensor'}`; `{'tensor':(1)2}` are 2 of the 4), except in
 # a collective that the compiler generated: that one lists device numbers, `{{0,4},{1,5},...}` or,
-# shorter, `[4,2]<=[2,4]T(1,0)`.
+# shorter, `[4,2]<=[2,4]T(1,0)` or `mesh['axis_0'=2,'axis_1'=4] {'axis_0'}`, with names of its own.
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_NAMELESS = "'axis_0'="
 
 
 def mesh_of(program: Program) -> dict[str, int]:
@@ -336,7 +337,7 @@ def mesh_of(program: Program) -> dict[str, int]:
     them.
     """
     found = (_MESH.search(instruction.attributes) for instruction in program.instructions)
-    return next((_sizes(named[1]) for named in found if named), {})
+    return next((_sizes(named[1]) for named in found if named and _NAMELESS not in named[1]), {})
 
 
 def group_of(collective: Instruction, *, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
@@ -345,6 +346,10 @@ def group_of(collective: Instruction, *, mesh: dict[str, int]) -> tuple[tuple[st
         sizes = _sizes(named[1])
         parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
         axes = () if any(part for _, part in parts) else tuple(axis for axis, _ in parts)
+        if axes and _NAMELESS in named[1]:
+            devices = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+            group = devices[tuple(slice(None) if axis in axes else 0 for axis in sizes)]
+            axes = _axes_of(tuple(group.ravel().tolist()), mesh)
         return axes, math.prod(int(part) if part else sizes[axis] for axis, part in parts)
     first = _first_group(collective.attributes)
     return _axes_of(first, mesh), len(first)
