@@ -137,16 +137,21 @@ def check(plan, loss, of, student, tokens, *, batch=None, part=lambda tree: tree
 DISTILL = DistillConfig(START, alpha=ALPHA, temperature=TAU)
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=2, tensor=2), full(dict(tensor=4))], ids=str)
-def test_distillation_is_the_dense_one(mesh):
-    """Frozen embedding and lower layer, a batch with a mask, chunks."""
+@pytest.mark.parametrize(
+    "mesh, every", [(dict(fsdp=2, tensor=2), 1), full(dict(tensor=4), 2)], ids=str
+)
+def test_distillation_is_the_dense_one(mesh, every):
+    """Frozen embedding and lower layer, a batch with a mask, chunks. Streams that are shared have
+    no distance, and count in the mean.
+    """
     definition = define(**mesh)
-    distill = dataclasses.replace(DISTILL, hidden_weight=HIDDEN, hidden_every=2)
+    distill = dataclasses.replace(DISTILL, hidden_weight=HIDDEN, hidden_every=every)
     plan = Retraining(definition, 1, distill=distill, teacher=original(definition))
     params = cases.parameters(definition)
     student = moved(params, cases.parameters(definition, seed=5))
     learnt = np.random.default_rng(0).integers(0, 2, TOKENS.shape).astype(np.int32)
-    taught = distillation(params, weights=learnt[:, 1:].astype(float), hidden=HIDDEN)
+    hidden = HIDDEN * every / 2
+    taught = distillation(params, weights=learnt[:, 1:].astype(float), hidden=hidden)
     settings = dict(batch=Batch(TOKENS, np.ones_like(TOKENS), learnt), loss_chunk=8)
     of = shape(definition, "ladder", (1,))
     terms, fixed = check(plan, taught, of, student, TOKENS, part=trained_part, **settings)

@@ -20,7 +20,6 @@ from experiments.fuzz_configurations.expected import Question, Teacher
 from experiments.fuzz_configurations.program import Program, batch_of, placed
 from ladder_jax import config as configs, decode, nn, train
 from ladder_jax.config import (
-    START,
     Dtype,
     ExpertParallelism,
     Loop,
@@ -188,24 +187,12 @@ class Run:
         return Teacher(self.first.of_teacher, shape, self.hidden())
 
     def hidden(self) -> tuple[int, ...]:
-        """After how many layers streams are compared: not where both models compute the same,
-        frozen.
-        """
-        config = self.first.config
-        layers, distill = config.model.num_layers, config.distill
+        """After how many layers streams are compared."""
+        layers, distill = self.first.config.model.num_layers, self.first.config.distill
         if not distill.hidden_weight:
             return ()
-        ladder = self.shape.ladder
-        plain = lambda l: (
-            config.model.residual == "standard" or (ladder is not None and l not in ladder)
-        )
-        alike = distill.teacher == START and self.teacher.residual == "standard"
-        same = next(
-            (l for l in range(layers) if not (alike and l < config.train.freeze and plain(l))),
-            layers,
-        )
         compared = {*range(distill.hidden_every, layers, distill.hidden_every), layers}
-        return tuple(count for count in sorted(compared) if count > same)
+        return tuple(sorted(compared))
 
     # What is compared.
 

@@ -150,12 +150,13 @@ def loss_sum(
     total = sum(penalties, sums.total)
     if not plan.distill.hidden_weight:
         return total, named
-    distances = [
+    compared = compared_layers(plan)
+    distances = [  # those after shared layers are zero
         _distance(student_streams[n](), teacher_streams[n], batch.weights)
-        for n in compared_layers(plan)
+        for n in compared
         if n in teacher_streams
     ]
-    hidden = sum(distances) / len(distances)
+    hidden = sum(distances) / len(compared)
     named["hidden"] = lax.stop_gradient(hidden)
     return total + plan.distill.hidden_weight * hidden, named
 
