@@ -111,7 +111,7 @@ class Request:
     choose: the number of layers to choose by measurement, or None.
     refit: None to keep the weights as they are.
     tokens: of the calibration texts to refit on; the layers are chosen on MEASURED_TOKENS before
-        them, or as many.
+        them, or as many. Without a refit all are to choose on.
     """
 
     destination: pathlib.Path
@@ -138,9 +138,10 @@ def parse(args: dict, model: ModelConfig) -> Request:
     if args["refit"] is not None:
         fitted = member(FittedProjections, "value for --refit:", args["refit"])
     _check(args, choose=choose, fitted=fitted)
-    tokens = args["calibration_tokens"] or REFIT_TOKENS
+    refits = fitted is not FittedProjections.NONE
+    tokens = args["calibration_tokens"] or (REFIT_TOKENS if refits else MEASURED_TOKENS)
     refit = None
-    if args["calibration"] and fitted is not FittedProjections.NONE:
+    if args["calibration"] and refits:
         refit = Refit(projections=fitted or _projections(model, tokens=tokens))
         if args["ridge"] is not None:
             refit = dataclasses.replace(refit, ridge=args["ridge"])
@@ -289,7 +290,7 @@ def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.
     measured = None
     fitted = None
     if request.choose is not None:
-        skip = min(request.tokens, MEASURED_TOKENS)
+        skip = min(request.tokens, MEASURED_TOKENS) if request.refit else request.tokens
         measured = rows_of(request.calibration, tokens=skip, **about)
     if request.refit is not None:
         fitted = rows_of(request.calibration, tokens=request.tokens, skip=skip, **about)[:, :-1]

@@ -13,6 +13,7 @@ import pytest
 from ladder_jax import pretrained
 from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed
+from ladder_jax.pretrained import convert
 from ladder_jax.pretrained.sensitivity import Probe, Result, Subset, measure
 from ladder_jax.pretrained.sublayers import programs
 from tests import cases, reference
@@ -96,7 +97,9 @@ def test_the_better_choice_is_taken():
     assert result(1.2, 1.4, greedy=1.3).chosen == "last"  # the layers interact
 
 
-def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys):
+def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys, monkeypatch):
+    """On as many tokens as are asked for, also where that is more than the default."""
+    monkeypatch.setattr(convert, "MEASURED_TOKENS", 48)
     text = tmp_path / "text.txt"
     text.write_text("the thin cat sat there then, with that other thing; " * 12)
     out = tmp_path / "out"
