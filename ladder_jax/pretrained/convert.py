@@ -142,7 +142,7 @@ def parse(args: dict, model: ModelConfig) -> Request:
     tokens = args["calibration_tokens"] or (REFIT_TOKENS if refits else MEASURED_TOKENS)
     refit = None
     if args["calibration"] and refits:
-        refit = Refit(projections=fitted or _projections(model, tokens=tokens))
+        refit = Refit(projections=fitted or FittedProjections.INPUTS)
         if args["ridge"] is not None:
             refit = dataclasses.replace(refit, ridge=args["ridge"])
     return Request(
@@ -232,6 +232,9 @@ def run(args: dict) -> None:
     copies = 1 if settings is None else 2  # the fitted arrays are kept until all is written
     staging.check_room(destination, size=copies * source.nbytes)
     measured, fitted = read_texts(source, request)
+    if settings is not None and args["refit"] is None:  # a text may be shorter than what was asked
+        projections = _projections(request.model, tokens=fitted.size)
+        settings = dataclasses.replace(settings, projections=projections)
     result = refitted = None
     fits = ()
     mesh = parallel.make_mesh(tensor=request.tensor)

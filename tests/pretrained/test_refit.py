@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -249,19 +250,25 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(
-    "given, tokens, projections",
-    [
-        (None, 8 * 48, BOTH),
-        (None, 8 * 48 - 1, INPUTS),
-        ("inputs", 8 * 48, INPUTS),
-        ("both", 8 * 48 - 1, BOTH),
-    ],
-)
-def test_the_outputs_are_fitted_where_there_are_tokens_for_it(given, tokens, projections):
+@pytest.mark.parametrize("given, tokens, repeated, projections", [
+    ([], 8 * 48, 40, BOTH),
+    ([], 8 * 48 - 1, 40, INPUTS),
+    ([], 8 * 48, 5, INPUTS),  # which the text does not have
+    (["--refit", "inputs"], 8 * 48, 40, INPUTS),
+    (["--refit", "both"], 8 * 48 - 1, 40, BOTH),
+])  # fmt: skip
+def test_the_outputs_are_fitted_where_there_are_tokens_for_it(
+    given, tokens, repeated, projections, small, tmp_path, monkeypatch
+):
     """By default; of a model whose MLP has 48 features, which are more than those of its heads."""
-    choice = dict(ladder_layers="2", calibration=["a.txt"], calibration_tokens=tokens)
-    assert parsed(small_model(), refit=given, **choice).refit == Refit(projections=projections)
+    text = tmp_path / "text.txt"
+    text.write_text("the thin cat sat there then, with that other thing; " * repeated)
+    asked = mock.Mock(side_effect=RunFailed("asked"))
+    monkeypatch.setattr(convert.refits, "refit", asked)
+    monkeypatch.setattr(convert, "SEQUENCE", 1)
+    words = ["--ladder-layers", 2, "--calibration", text, "--calibration-tokens", tokens, *given]
+    assert main(["convert", *map(str, (small, tmp_path / "out", *words))]) == 1
+    assert asked.call_args.kwargs["settings"] == Refit(projections=projections)
 
 
 @pytest.fixture
