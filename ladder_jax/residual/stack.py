@@ -109,12 +109,12 @@ def _run(
                 state = wire.advance(state, step, sublayers)
         return state, extra, changed and changed()
 
-    def outputs(layer, x):
-        return [sublayer(pvary(x, axes)) for sublayer in of_layer(layer)]
+    def outputs(params, x):
+        first = params[0] if own else jax.tree.map(lambda a: a[0], params)
+        return [sublayer(pvary(x, axes)) for sublayer in of_layer(first)]
 
-    first = params[0] if own else jax.tree.map(lambda a: a[0], params)
     # one for all, as any of them may be what a scan carries from layer to layer
-    dtype = jnp.result_type(*jax.eval_shape(outputs, first, x))
+    dtype = jnp.result_type(*jax.eval_shape(outputs, params, x))
     state, _, of_layers = run_layers(
         body,
         wire.begin(x, steps[0][0]),
