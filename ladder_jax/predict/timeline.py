@@ -57,8 +57,10 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """Seconds that communication adds: by waiting, and by contention with compute."""
-        return self.seconds - self.compute
+        """Seconds that communication adds: by waiting, and by contention with compute. Both sums are
+        rounded.
+        """
+        return max(0.0, self.seconds - self.compute)
 
 
 class Device:

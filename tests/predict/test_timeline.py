@@ -8,6 +8,8 @@ import pytest
 
 from ladder_jax import nn, residual
 from ladder_jax.config import Loop
+from ladder_jax.predict import machine
+from ladder_jax.predict.program import Choice
 from ladder_jax.predict.timeline import Work, play
 from ladder_jax.predict.work import AUTHORS, OURS
 from tests import cases
@@ -39,8 +41,11 @@ def test_on_one_device(implementation):
     standard = found["standard"].seconds
     for name, one in found.items():
         assert one.wire == 0
-        assert one.exposed == pytest.approx(0, abs=1e-15)
+        assert 0 <= one.exposed < 1e-15
         assert (one.seconds == standard) == (name not in JOINT)
+    # of steps in two shares, whose sum is rounded
+    shares = dict(on=machine.load("v5e"), rows=5, by=Choice())
+    assert 0 <= speed("ladder", tensor=1, implementation=implementation, **shares).exposed < 1e-15
 
 
 def uniform(name, *, layers=8, which=None, contention=0.0, **times):
