@@ -145,6 +145,22 @@ def test_run_is_the_docstrings_loop(name):
     assert cases.error(on_ranks(of_run(name), out=out), on_ranks(loop, out=out)) < LIMIT
 
 
+def gated(x):
+    """A layer whose sublayers close over an array, as over positions or a mask."""
+    return lambda weights: [lambda y, f=f: f(jnp.tanh(x) * y) for f in pair(weights)]
+
+
+def test_what_sublayers_close_over_has_a_gradient():
+    """Also where the backward pass computes unrolled layers again, of a program that is traced by
+    then.
+    """
+    unrolled = dict(loop="unrolled", remat="full")
+    run = compiled_on_ranks(lambda x, w: residual.run(THREE, gated(x), x, params=w, **unrolled))
+    exact = float64(with_gradients(lambda x, w: exactly("ladder", x, w, of=gated(x))))
+    found = with_gradients(run)(X, STACKED)
+    assert max(map(cases.error, found, exact)) < 2 * LIMIT
+
+
 def test_run_on_one_device_and_over_a_list():
     expected = float64(lambda x, w: exactly("ladder", x, w))
     assert cases.error(jax.jit(of_run("ladder", axes=()))(X, STACKED), expected) < LIMIT

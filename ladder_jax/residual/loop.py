@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxpr_as_fun
 
 from ladder_jax.config import Execution, Loop, Remat
 from ladder_jax.parallel.collectives import EMULATED, Axes, pvary, varying
@@ -191,17 +192,25 @@ def _prevent_cse(body):
     `partial`'s only, so that recomputation overlaps that all-reduce.
     """
 
-    @jax.custom_vjp
-    def apart(state, extra, params, cache):
-        return body(state, extra, params, cache)
+    def apart(*args):
+        # Of all arrays, also those that `body` closes over (positions, masks): a gradient rule that
+        # held them would outlive the trace that they are of.
+        closed, shapes = jax.make_jaxpr(body, return_shape=True)(*args)
 
-    def backward(pullback, gradients):
-        state, *_ = gradients
-        newest = state.residual if state.partial is None else state.partial
-        pullback, _ = jax.lax.optimization_barrier((pullback, newest))
-        return pullback(gradients)
+        def function(consts, args):
+            out = jaxpr_as_fun(closed.replace(consts=consts))(*jax.tree.leaves(args))
+            return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
-    apart.defvjp(functools.partial(jax.vjp, body), backward)
+        def backward(pullback, gradients):
+            state, *_ = gradients
+            newest = state.residual if state.partial is None else state.partial
+            pullback, _ = jax.lax.optimization_barrier((pullback, newest))
+            return pullback(gradients)
+
+        call = jax.custom_vjp(function)
+        call.defvjp(functools.partial(jax.vjp, function), backward)
+        return call(closed.consts, args)
+
     return apart
 
 
