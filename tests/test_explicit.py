@@ -46,6 +46,7 @@ MESHES = {  # sizes, names, which are ours, and the names of rows and heads
     "other names": ((2, 4), ("dp", "tp"), dict(data="dp", tensor="tp"), "dp", "tp"),
     "another order": ((4, 2, 1), ("tp", "fsdp", "stage"), dict(tensor="tp"), "fsdp", "tp"),
     "shared heads": ((1, 8), ("dp", "tensor"), dict(data="dp"), None, "tensor"),
+    "shared Auto heads": ((1, 8), ("dp", "tensor"), dict(data="dp"), None, None),
     "Explicit rows": ((2, 4), ("data", "tensor"), {}, "data", None),
 }
 TRANSFORMS = {
@@ -130,7 +131,8 @@ FORMS = "nnx.jit", "jax.jit"
 
 
 @pytest.mark.parametrize("name, form", covering.marked(
-    itertools.product(SPLIT, FORMS), chosen=[("our names", "nnx.jit"), ("shared heads", "jax.jit")]
+    itertools.product(SPLIT, FORMS),
+    chosen=[("our names", "nnx.jit"), ("shared heads", "jax.jit"), ("shared Auto heads", "jax.jit")],
 ))  # fmt: skip
 def test_gradients_between_explicit_code(name, form):
     """Of the model's parameters, with their types: an optimizer goes on with them."""

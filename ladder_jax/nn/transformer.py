@@ -44,6 +44,7 @@ from ladder_jax.parallel import (
     with_ranks,
 )
 from ladder_jax.parallel.collectives import all_but_gathered, dims_in_turn, unshard
+from ladder_jax.parallel.compiled import as_stored
 from ladder_jax.residual import AllReduce, State, Step, Topology
 from ladder_jax.residual.interleave import Interleaved
 from ladder_jax.residual.loop import layer_of, run_layers
@@ -410,9 +411,14 @@ def compiled_logits(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Compiled
     meshed = over_mesh(ranked, layout=layout, in_dims=in_dims, out_dims="BTV")
 
     def stripped(params, tokens):
-        check_params(params, expected=definition.abstract)  # once a shape, while it is traced
         return meshed(params, tokens)[..., : definition.config.vocab_size]
 
     traits = definition.traits(execution, phase=Phase.PREFILL)
-    whole = on_own_mesh(stripped, layout=layout, out_dims="BTV")
+    on_own = on_own_mesh(stripped, layout=layout, out_dims="BTV")
+
+    @functools.wraps(stripped)
+    def whole(params, tokens):
+        check_params(params, expected=definition.abstract)  # once a shape, while it is traced
+        return on_own(as_stored(params, dims=definition.dims, layout=layout), tokens)
+
     return Compiled(whole, mesh=layout.mesh, traits=traits)

@@ -128,6 +128,21 @@ def on_own_mesh(fn: Callable, *, layout: Layout, out_dims: Any) -> Callable:
     return called
 
 
+def as_stored(arrays: Any, *, dims: Any, layout: Layout) -> Any:
+    """`arrays`, which lie along Auto axes of the caller's mesh as they are stored: so do their
+    gradients then. Where ranks share heads, a compiler splits these as no partition of that mesh.
+    """
+    around = mesh_around(arrays, layout=layout)
+    if layout.given.is_own or around != layout.given.mesh.abstract_mesh or not around.auto_axes:
+        return arrays
+
+    def stored(array, dims):
+        split = layout.sharding_on(around, array.shape, dims=dims, axes=around.auto_axes)
+        return jax.lax.with_sharding_constraint(array, split)
+
+    return _map(stored, dims, arrays)
+
+
 def mesh_around(args: Any, *, layout: Layout) -> AbstractMesh | None:
     """The mesh that results belong on, if it is not the layout's own: the one that is set, or else
     the caller's.
