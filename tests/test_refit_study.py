@@ -15,7 +15,6 @@ from ladder_jax import parallel, pretrained
 from ladder_jax.pretrained.refit import FittedProjections, Refit, refit
 from tests import covering
 from tests.pretrained import gguf_files
-from tests.pretrained.test_convert import LETTERS
 from tests.pretrained.test_refit import loss
 from tests.refusals import refused
 
@@ -88,19 +87,6 @@ def test_rows_are_drawn_by_their_seed(measurement):
     assert not np.array_equal(of(seed=1), of(seed=2))
     with refused("wikitext has 9 rows to calibrate on; 10 are asked for"):
         measurement.calibration(refitted("2", tokens=10 * SEQUENCE))
-
-
-def test_texts_are_cut_in_two(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "HELD_OUT", 50)
-    (tmp_path / "c.jsonl").write_text(json.dumps({"question": "q" * 150, "answer": "4" * 150}))
-    text = command.read("gsm8k", str(tmp_path / "c.jsonl"))
-    held_out, rest = command.cut("gsm8k", text, tokenizer=LETTERS)
-    assert set(held_out) == {ord("q")}
-    assert set(rest.ravel()) == {ord("q"), ord("\n"), ord("4")}
-    with refused("--wikitext: 80 tokens are too few"):
-        command.cut("wikitext", "a" * 80, tokenizer=LETTERS)
-    with refused("cannot read --gsm8k '.*none': No such file"):
-        command.read("gsm8k", str(tmp_path / "none"))
 
 
 def test_the_readme_says_what_was_measured():

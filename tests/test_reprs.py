@@ -192,11 +192,10 @@ def test_topologies_in_words():
     assert repr(of("ladder", "16")) == (
         "Topology of 32 layers, 64 all-reduces, delays 16 x (0, 0), 16 x (1, 1)"
     )
-    counts = {"parallel": 32, "parallel-ladder": 32, "desync-2": 32, "no-communication": 0}
-    for name, count in counts.items():
-        assert f" 32 layers, {count} all-reduces, delays 32 x " in repr(of(name))
-    for name, field in (("ladder-fresh", "fresh"), ("desync-2", "desync"), ("ladder", "(1, 1)")):
-        assert repr(of(name)).endswith(field)
+    for name, count, field in (("parallel-ladder", 32, ")"), ("desync-2", 32, ", desync")):
+        shown = repr(of(name))
+        assert f" 32 layers, {count} all-reduces, delays 32 x " in shown
+        assert shown.endswith(field)
 
 
 @pytest.mark.parametrize("which", [None, "40", "0,", ",".join(map(str, range(0, 80, 2)))])
