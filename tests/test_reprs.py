@@ -140,7 +140,6 @@ OBJECTS = {
         "HuggingFace(",
     ),
     "report": (report, "... and 110 more rows"),
-    "target": (lambda _: schedule.parse("v5p:4x4x4"), "4x4x4"),
 }
 
 
