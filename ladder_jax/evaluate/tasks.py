@@ -228,15 +228,20 @@ def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
     """
     if not shots:
         return []
-    pool = list(source[: shots + 1])
+    # The harness leaves out a shot that equals the question: its choices may have another order.
+    known = {_asked(example): example for example in examples}
+    pool = [known.get(_asked(one), one) for one in source[: shots + 1]]
     for example in examples:
-        own = example.prompt, example.answer
-        others = [one for one in pool if (one.prompt, one.answer) != own]
+        others = [one for one in pool if _asked(one) != _asked(example)]
         if len(others) < shots:
             raise UserError(
                 f"line {example.line}: --shots {shots}: --shots-file holds only {len(others)} other questions"
             )
     return pool
+
+
+def _asked(example: Choice | Question) -> tuple[str, str]:
+    return example.prompt, example.answer
 
 
 def _chosen(task, index: int, example: Choice, scores: list[tuple[float, bool]]) -> dict:
