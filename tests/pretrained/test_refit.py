@@ -254,7 +254,6 @@ sys.exit(cli.main(sys.argv[2:]))
     ([], 8 * 48, 40, BOTH),
     ([], 8 * 48 - 1, 40, INPUTS),
     ([], 8 * 48, 5, INPUTS),  # which the text does not have
-    (["--refit", "inputs"], 8 * 48, 40, INPUTS),
     (["--refit", "both"], 8 * 48 - 1, 40, BOTH),
 ])  # fmt: skip
 def test_the_outputs_are_fitted_where_there_are_tokens_for_it(
