@@ -165,7 +165,8 @@ class LadderJax(TemplateLM):
                 )
         if not 0 < new < self.max_length:
             raise UserError(
-                f"{new} new tokens leave no room for a prompt in max_length={self.max_length}"
+                f"{new} new tokens leave no room for a prompt in the window of {self.max_length} (allowed: 1 to"
+                f" {self.max_length - 1}; --max-new-tokens, in the harness max_gen_toks)"
             )
         room = self.max_length - new
         tokens = self.tok_encode(context)[-room:] or [self.prefix_token_id]

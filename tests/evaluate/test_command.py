@@ -161,7 +161,7 @@ MISTAKES = {
     "--text book.txt --stride 65": "stride must be between 1 and the window, 64, not 65",
     "--text book.txt --prefix-token 303": "the prompt holds the token 303, outside the model's vocabulary of 303",
     "--text book.txt --tensor 16": "but this machine has 8",
-    "--generation questions.jsonl": "256 new tokens leave no room for a prompt in max_length=64",
+    "--generation questions.jsonl": "for a prompt in the window of 64 (allowed: 1 to 63; --max-new-tokens",
     "--generation questions.jsonl --data 2": "--data is for --text and --multiple-choice",
     "--text book.txt --out nowhere/out.jsonl": "there is no folder nowhere",
     "--text book.txt --out questions.jsonl": "questions.jsonl line 1 is not an answer that this command wrote",
