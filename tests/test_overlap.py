@@ -15,7 +15,7 @@ import pytest
 
 from ladder_jax import cli, python
 from ladder_jax.config import Loop, Phase
-from ladder_jax.overlap import compile as compiling, picture, request as requests, result
+from ladder_jax.overlap import compile as compiling, picture, programs, request as requests, result
 from ladder_jax.overlap.compile import Record, read, write
 from ladder_jax.schedule import hlo, judge, targets, timeline
 from tests import covering
@@ -63,6 +63,18 @@ def test_json(told):
     cache = layers * 2 * 2 * 32 * 16 * 2
     assert found["bytes_minimum"] == weights + cache
     assert found["bytes_per_device"] > weights + cache
+
+
+def test_a_scanned_decode_step_reads_the_experts_that_are_chosen():
+    asked = dict(target="cpu:8", tensor=2, batch=2, context=32, residual="ladder", loop=Loop.SCAN)
+    request = requests.make(model="tiny-moe", phase=Phase.DECODE, **asked)
+    d, layers, expert = 128, 4, 3 * 128 * 128
+    chosen = 4 * (1 - (1 - 2 / 8) ** 2)  # of a rank's experts: each of two tokens takes 2 of 8
+    matrices = d * 192 + 3 * d * 64 + chosen * expert + 2 * 8 * d  # the router's are float32
+    gains = 4 * (2 * layers + 1) * d
+    cache = layers * 2 * 2 * 32 * 32 * 2
+    least = programs.bytes_minimum(request, programs.program(request)[1])
+    assert least == 2 * (layers * matrices + 128 * d) + gains + cache
 
 
 def test_text_begins_with_the_verdict(told, kept, monkeypatch):

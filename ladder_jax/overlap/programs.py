@@ -87,7 +87,7 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
         routed = any(getattr(key, "key", None) == "experts" for key in path)
         if routed:  # without those that fill up the last ranks
             moe = request.config.moe
-            size *= moe.chosen(request.batch) * moe.experts / array.shape[0]
+            size *= moe.chosen(request.batch) * moe.experts / moe.padded(request.tensor)
         total += size
     return round(total)
 
