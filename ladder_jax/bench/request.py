@@ -110,6 +110,13 @@ def make(
             settings[field] = tuple(_positive(option, word) for word in text.split(","))
     residuals = tuple(residual.split(","))
     request = Request(model=model, shape=shape, residuals=residuals, **settings)
+    for option, values in (
+        ("residual", request.residuals),
+        ("batch", request.batches),
+        ("interleave", request.interleaves),
+    ):
+        twice = f"--{option} has a value twice: {','.join(map(str, values))}"
+        check(len(set(values)) == len(values), twice)
     check(
         request.new_tokens > 1,
         "--new-tokens must be at least 2, not 1: the first one is the prefill's",
