@@ -81,9 +81,10 @@ def is_remote(path: str | os.PathLike) -> bool:
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)))
 
 
-def below(root: pathlib.Path) -> list[pathlib.Path]:
+def below(root: pathlib.Path, *, hidden: bool = True) -> list[pathlib.Path]:
     """The file itself; of a folder all files in it and below, in the order of their paths.
 
+    hidden: also those whose name, or a folder's below `root`, begins with a dot.
     Raises UserError for a folder below that cannot be read: its files would silently be left out.
     """
 
@@ -93,8 +94,12 @@ def below(root: pathlib.Path) -> list[pathlib.Path]:
 
     if root.is_file():
         return [root]
-    walked = root.walk(on_error=refuse)
-    found = [folder / name for folder, _, names in walked for name in names]
+    found = []
+    for folder, folders, names in root.walk(on_error=refuse):
+        if not hidden:
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            names = [name for name in names if not name.startswith(".")]
+        found += [folder / name for name in names]
     return sorted(path for path in found if path.is_file())
 
 

@@ -27,6 +27,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "sub" / "c").write_text("third ü")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    (tmp_path / ".DS_Store").write_text("hidden")
     assert (
         dataset.read_text(DataConfig(path=str(tmp_path)))[0].tobytes().decode()
         == "first\nsecond\nthird ü"

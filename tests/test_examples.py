@@ -157,6 +157,7 @@ def test_what_is_no_example(tmp_path, byte_level, content, said):
 
 
 def test_a_folder_without_examples_and_a_damaged_archive(tmp_path):
+    (tmp_path / "._a.jsonl").write_text("hidden")
     with refused("holds no file"):
         load(str(tmp_path))
     (tmp_path / "stages.yaml").write_text("stages: [a.jsonl]")

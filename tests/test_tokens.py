@@ -98,6 +98,9 @@ def test_every_kind_of_source(tmp_path):
     )
     (folder / "g.md").write_text("")
     (folder / "h.md").write_text("last")
+    (folder / "._c.jsonl").write_bytes(b"\0\5\x16\7")  # macOS's, beside c.jsonl
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "i.metadata").write_text("hidden")
     made = make([folder], tmp_path / "out", workers=1)
     assert texts_in(tmp_path / "out") == ["one", "two", "thrée", "four", "five", *rows, "last"]
     assert sum(shard.empty for shard in made.shards) == 2

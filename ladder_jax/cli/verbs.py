@@ -177,7 +177,7 @@ VERBS = {
             "source SOURCE": dict(
                 nargs="+",
                 help="a text file, .jsonl, .jsonl.gz, .parquet, .csv, .tsv, .arrow, .tar (WebDataset), a folder of"
-                " them, or hf://datasets/OWNER/NAME[@REVISION]",
+                " them (hidden ones apart), or hf://datasets/OWNER/NAME[@REVISION]",
             ),
             "--out DIR": needed("the store's folder"),
             "--tokenizer TOKENIZER": dict(

@@ -108,9 +108,9 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DataConfig(Section):
-    """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or
-    what `ladder-jax tokenize` made, which may be in gs:// or s3://, or a .yaml file with a mixture
-    of those (see data/dataset.py).
+    """`path`: a text file, a folder of them (hidden ones apart), or `stdlib` for the source of
+    Python's own library; or what `ladder-jax tokenize` made, which may be in gs:// or s3://, or a
+    .yaml file with a mixture of those (see data/dataset.py).
 
     `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text
     alone, since a token store is tokenized.

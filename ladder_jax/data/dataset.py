@@ -319,7 +319,7 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
             raise UserError(
                 f"data.path={path!r} does not exist (a text file, a folder, or {STDLIB!r})"
             )
-        files = below(root)
+        files = below(root, hidden=False)
     parts = []
     size = 0
     for file in files:

@@ -103,7 +103,7 @@ def read(path: str) -> Iterator[tuple[str, dict]]:
         raise UserError(
             f"data.path={path!r} does not exist (a JSON lines file, or a folder of them)"
         )
-    files = below(root)
+    files = below(root, hidden=False)
     if root.is_dir():
         files = [file for file in files if file.name.lower().endswith(json_lines.ENDINGS)]
     if not files:

@@ -122,7 +122,7 @@ def _files(source: str, subset: str | None, split: str) -> list[File]:
     if is_pipe(root):
         raise UserError(f"{source!r}: {PIPE}")
     files = []
-    for path in below(root):
+    for path in below(root, hidden=False):
         state = path.stat()
         named = path == root
         files.append(File(str(path), state.st_size, state.st_mtime_ns, named))
