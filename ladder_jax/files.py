@@ -169,7 +169,8 @@ def read_text(file: AnyPath) -> str:
 
 
 def text_of(file: str | pathlib.Path, *, named: bool, most: int = sys.maxsize) -> str | None:
-    """A local file's text; None for one that is no text, unless the user has named it: UserError.
+    """A local file's text, without a byte order mark; None for one that is no text, unless the user
+    has named it: UserError.
 
     most: bytes that are read.
     """
@@ -178,7 +179,7 @@ def text_of(file: str | pathlib.Path, *, named: bool, most: int = sys.maxsize) -
             is_cut = os.fstat(source.fileno()).st_size > most
             content = source.read(most if is_cut else -1)
         decoder = codecs.getincrementaldecoder("utf-8")()
-        return decoder.decode(content, final=not is_cut)
+        return decoder.decode(content, final=not is_cut).removeprefix("\ufeff")
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:

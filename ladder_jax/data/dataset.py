@@ -325,8 +325,8 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     for file in files:
         if size >= config.max_bytes:
             break
-        # by a character more, of at most 4 bytes: the cut may lie within one
-        part = text_of(file, named=file == root, most=config.max_bytes - size + 4)
+        # by a character more, of at most 4 bytes, as the cut may lie within one, and a mark of 3
+        part = text_of(file, named=file == root, most=config.max_bytes - size + 7)
         if part is not None:
             content = part.encode()
             parts.append(content)
