@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
-import tensorstore
 
 from ladder_jax.checkpoint import saved
 from ladder_jax.checkpoint.arrays import opened, write_pieces
@@ -21,7 +20,7 @@ from ladder_jax.errors import RunFailed
 from ladder_jax.files import reason
 from ladder_jax.pretrained import source
 from ladder_jax.pretrained.huggingface import folder as huggingface
-from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.source import Key, Source
 from ladder_jax.terminal import progress
 
 STEP = 0
@@ -38,31 +37,19 @@ def read(path: pathlib.Path) -> Source:
     if checkpoint.has_manifest:
         saved.check_files(step, "params/")
     model = checkpoint.config.model
-    arrays = {}
     source.check_alone(model, path=str(path))
-    store = functools.cache(functools.partial(opened, step / "params"))
-    for key, shape in source.expected_shapes(model).items():
-        found = store(key.name).result()
-        if key.layer is not None:
-            found = found[key.layer]
-        read = functools.partial(_values, found, shape)
-        arrays[key] = Stored(shape, found.dtype.numpy_dtype, read)
+    store = functools.cache(lambda name: opened(step / "params", name).result())
     folder = step.parent.parent / tokenizers.FOLDER
     return Source(
         str(path),
         model,
-        arrays,
+        source.stored(model, store),
         checkpoint.config.train.sequence,
         huggingface.tokenizer_files(folder),
         huggingface.generation_in(folder),
         source.refit_in(folder.parent),
         checkpoint.config.decode,
     )
-
-
-def _values(store: tensorstore.TensorStore, shape: tuple[int, ...]) -> np.ndarray:
-    """Without the vocabulary's and the experts' padding."""
-    return store[: shape[0]].read().result()
 
 
 def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> None:

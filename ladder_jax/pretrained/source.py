@@ -12,7 +12,7 @@ import pathlib
 import tempfile
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -220,17 +220,28 @@ def expected_shapes(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
     shapes = {}
     for name, letters in dims(model).items():
         shape = tuple(model.vocab_size if letter == "V" else sizes[letter] for letter in letters)
-        for layer in _places(name, model):
+        layers = stacks(model).get(name.partition("/")[0], ())
+        for layer in range(len(layers)) or [None]:
             shapes[Key(name, layer)] = shape
     return shapes
 
 
-def _places(name: str, model: ModelConfig) -> Sequence[int | None]:
-    """The array's layers, from 0 in their stack; None alone for an array outside of the layers."""
-    stack = stacks(model).get(name.partition("/")[0])
-    if stack is None:
-        return (None,)
-    return range(len(stack))
+def stored(model: ModelConfig, array_of: Callable[[str], Any]) -> dict[Key, Stored]:
+    """All arrays of a model, of those that `array_of` gives by name: jax's or tensorstore's, of
+    layers stacks, with padding of the vocabulary and the experts.
+    """
+    arrays = {}
+    for key, shape in expected_shapes(model).items():
+        array = array_of(key.name)
+        read = functools.partial(_values, array, key, shape)
+        arrays[key] = Stored(shape, np.dtype(array.dtype.name), read)
+    return arrays
+
+
+def _values(array: Any, key: Key, shape: tuple[int, ...]) -> np.ndarray:
+    if key.layer is not None:
+        array = array[key.layer]
+    return np.asarray(array)[: shape[0]]
 
 
 def check_alone(model: ModelConfig, *, path: str) -> None:
@@ -279,16 +290,11 @@ def load_layer(source: Source, definition: nn.ModelDef, number: int | None) -> n
     """The parameters of one layer, counted over all stacks; None: what stands outside of the
     layers.
     """
-    prefix = ""
-    place = None
-    if number is not None:
-        stack, place = stack_of(definition.config, number)
-        prefix = f"{stack}/"
-    keys = [key for key in source.arrays if key.layer == place and key.name.startswith(prefix)]
-    arrays = zip(keys, reader(source, definition)(keys), strict=True)
-    return traverse_util.unflatten_dict(
-        {key.name.removeprefix(prefix): array for key, array in arrays}, sep="/"
-    )
+    stack, place = ("", None) if number is None else stack_of(definition.config, number)
+    keys = [key for key in source.arrays if key.layer == place and key.name.startswith(stack)]
+    names = [key.name.removeprefix(f"{stack}/") for key in keys]
+    arrays = zip(names, reader(source, definition)(keys), strict=True)
+    return traverse_util.unflatten_dict(dict(arrays), sep="/")
 
 
 def reader(source: Source, definition: nn.ModelDef) -> Reader:

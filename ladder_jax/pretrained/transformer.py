@@ -3,7 +3,6 @@ and back to files.
 """
 
 import dataclasses
-import functools
 import os
 import pathlib
 import tempfile
@@ -32,7 +31,7 @@ from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import formats, hub, source
 from ladder_jax.pretrained.formats import Format, open_model
 from ladder_jax.pretrained.huggingface import folder as huggingface
-from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.source import Source
 
 type Conversation = Sequence[Mapping[str, str]]
 """Messages such as {"role": "user", "content": "Hello"}."""
@@ -151,11 +150,7 @@ class Transformer(nn.Transformer):
             )
         source.check_alone(self.config, path="the model in memory")
         params = traverse_util.flatten_dict(self.params, sep="/")
-        arrays = {}
-        for key, shape in source.expected_shapes(self.config).items():
-            array = params[key.name]
-            read = functools.partial(_values, array, key, shape)
-            arrays[key] = Stored(shape, np.dtype(array.dtype), read)
+        arrays = source.stored(self.config, params.get)
         folder = getattr(self.tokenizer, "folder", None)  # bytes have none
         files = {}
         generation = {}
@@ -267,12 +262,3 @@ class _Prepared:
             self._of = tuple(map(weakref.ref, leaves))
             self._form = form
         return self._generator
-
-
-def _values(array: jax.Array, key: Key, shape: tuple[int, ...]) -> np.ndarray:
-    """One layer of a stack; of an array without layers, the rows without the vocabulary's
-    padding.
-    """
-    if key.layer is not None:
-        array = array[key.layer]
-    return np.asarray(array)[: shape[0]]
