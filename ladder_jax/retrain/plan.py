@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -134,7 +133,7 @@ class RetrainPlan:
 
     def _parts(self, params: Params) -> Params:
         """The parts of all the model's `params` (arrays, or their shapes)."""
-        return _divided(params, self.frozen_layers, self.definition.config.num_layers, _sliced)
+        return _divided(params, self.frozen_layers, self.definition.config.num_layers)
 
     def _pick(self, named: Params, *, trained: bool) -> Params:
         frozen = ("embedding", LOWER) if self.frozen_layers else ()
@@ -156,9 +155,7 @@ def _without_empty(**trees: Params) -> Params:
 
 def part_dims(definition: ModelDef, *, below: int) -> Params:
     """The dimensions of every array in the parts."""
-    return _divided(
-        definition.dims, below, definition.config.num_layers, lambda dims, first, last: dims
-    )
+    return _divided(definition.dims, below, definition.config.num_layers)
 
 
 def join_parts(parts: Params) -> Params:
@@ -175,9 +172,7 @@ def with_side(params: Params, side: Params) -> Params:
     return {**params, LAYERS: {**params[LAYERS], SIDE: side[LAYERS]}, SIDE: ends}
 
 
-def _divided(
-    params: Params, below: int, layers: int, take: Callable[[Any, int, int], Any]
-) -> Params:
+def _divided(params: Params, below: int, layers: int) -> Params:
     parts = {name: part for name, part in params.items() if name != LAYERS}
     stack = {name: group for name, group in params[LAYERS].items() if name != SIDE}
     if SIDE in parts:
@@ -186,13 +181,14 @@ def _divided(
         return {**parts, LAYERS: stack}
     for name, first, last in ((LOWER, 0, below), (LAYERS, below, layers)):
         if first < last:
-            parts[name] = jax.tree.map(lambda a: take(a, first, last), stack)
+            parts[name] = jax.tree.map(lambda a: _sliced(a, first, last), stack)
     return parts
 
 
 def _sliced(array: Any, first: int, last: int) -> Any:
+    """Layers of a stack: an array, its shape, or its dimensions."""
+    if isinstance(array, str):
+        return array
     if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(
-            (last - first, *array.shape[1:]), array.dtype, sharding=array.sharding
-        )
+        return array.update(shape=(last - first, *array.shape[1:]))
     return array[first:last]
