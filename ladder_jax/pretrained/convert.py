@@ -16,14 +16,14 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import ModelConfig
-from ladder_jax.config.fields import member
+from ladder_jax.config.fields import member, natural
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.files import check_storable, local_path, on_disk, text_of
 from ladder_jax.pretrained import formats, refit as refits, sensitivity, staging
 from ladder_jax.pretrained.formats import Format
 from ladder_jax.pretrained.huggingface import config as huggingface_config
-from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit
+from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit, Refitted
 from ladder_jax.pretrained.sensitivity import Result, Search
 from ladder_jax.pretrained.source import REFIT, Source
 
@@ -203,12 +203,12 @@ def _with_layers(args: dict, model: ModelConfig, layers: str | None) -> ModelCon
 
 
 def _count(layers: str, model: ModelConfig) -> int:
-    number = layers.removeprefix(AUTO)
-    if not number.isdecimal() or not 1 <= int(number) <= model.num_layers:
+    count = natural(layers.removeprefix(AUTO))
+    if not 1 <= count <= model.num_layers:
         raise UserError(
             f"--ladder-layers {layers}: the number must be from 1 to the model's {model.num_layers} layers"
         )
-    return int(number)
+    return count
 
 
 def run(args: dict) -> None:
@@ -235,8 +235,8 @@ def run(args: dict) -> None:
     if settings is not None and args["refit"] is None:  # a text may be shorter than what was asked
         projections = _projections(request.model, tokens=fitted.size)
         settings = dataclasses.replace(settings, projections=projections)
-    result = refitted = None
-    fits = ()
+    result = None
+    refitted = Refitted(source, ())
     mesh = parallel.make_mesh(tensor=request.tensor)
     with staging.staged(destination, resumes=settings is not None) as folder:
         kept = folder.with_name("refitted")  # what an interrupted run has done
@@ -258,23 +258,21 @@ def run(args: dict) -> None:
             request = dataclasses.replace(request, model=model)
         if settings is not None:
             refitted = refit(model=request.model, settings=settings)
-            source = refitted.source
-            fits = refitted.fits
-        converted = dataclasses.replace(source, model=request.model)
+        converted = dataclasses.replace(refitted.source, model=request.model)
         formats.write(converted, folder, format=request.format, place=destination)
         if result is not None:
             _write_json(folder / MEASURED, result.as_dict())
-        if refitted is not None:
+        if settings is not None:
             about = {
                 "ridge": settings.ridge,
                 "tokens": fitted.size,
                 "sequence": fitted.shape[1],
                 "texts": [dataclasses.asdict(text) for text in request.calibration],
-                "sublayers": [dataclasses.asdict(one) for one in fits],
+                "sublayers": [dataclasses.asdict(one) for one in refitted.fits],
             }
             _write_json(folder / REFIT, about)
     show = _print_json if args["json"] else _print_summary
-    show(source, request, result, fits)
+    show(source, request, result, refitted.fits)
 
 
 def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.ndarray | None]:

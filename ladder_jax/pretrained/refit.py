@@ -432,11 +432,11 @@ def _kept(
 
     found = {}
     with np.load(file) as content:
-        before, after = content["shares"].tolist()
-        names = [name for name in content.files if name != "shares"]
+        shares = content["shares"].tolist()
+        _, *names = content.files  # the shares come first
     for name in names:
         array_name, layer, dtype = name.split()
         shape = array(name).shape
         read = functools.partial(array, name)
         found[Key(array_name, int(layer))] = Stored(shape, np.dtype(dtype), read)
-    return found, (before, after)
+    return found, tuple(shares)

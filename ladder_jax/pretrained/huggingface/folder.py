@@ -109,9 +109,13 @@ def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes]:
         name: (folder / name).read_bytes() for name in TOKENIZER_FILES if _has_file(folder, name)
     }
     if TOKENIZER_CONFIG in files:
-        where = folder / TOKENIZER_CONFIG
-        content = files[TOKENIZER_CONFIG]
-        files[TOKENIZER_CONFIG] = _without_programs(content, where=where, fast=MAIN in files)
+        told = json_object(files[TOKENIZER_CONFIG], where=folder / TOKENIZER_CONFIG)
+        if "auto_map" in told:  # names the class's program, which is not exported
+            del told["auto_map"]
+            told.pop(_CLASS, None)
+            if MAIN in files:
+                told[_CLASS] = _FAST
+            files[TOKENIZER_CONFIG] = _to_json(told)
     return files
 
 
@@ -128,20 +132,6 @@ def _has_file(folder: pathlib.Path, name: str) -> bool:
             f"{str(file)!r} leads out of its folder, and an export copies no such file: put a copy there"
         )
     return file.is_file()
-
-
-def _without_programs(content: bytes, *, where: pathlib.Path, fast: bool) -> bytes:
-    """tokenizer_config.json without `auto_map` and the class that it has a program for. fast:
-    whether there is a tokenizer.json.
-    """
-    told = json_object(content, where=where)
-    if "auto_map" not in told:
-        return content
-    del told["auto_map"]
-    told.pop(_CLASS, None)
-    if fast:
-        told[_CLASS] = _FAST
-    return _to_json(told)
 
 
 def read_object(file: pathlib.Path) -> dict[str, Any]:
@@ -209,18 +199,11 @@ def _files(exported: Source, described: dict[str, Any]) -> dict[str, bytes]:
     if described["model_type"] == config.LADDER:
         program = pathlib.Path(__file__).with_name(config.MODELING)
         files[config.MODELING] = program.read_bytes()
-        if MAIN in files:
-            content = files.get(TOKENIZER_CONFIG, b"{}")
-            files[TOKENIZER_CONFIG] = _with_class(exported.path, content)
+        if MAIN in files:  # AutoTokenizer has no default class for our model_type
+            where = pathlib.Path(exported.path, TOKENIZER_CONFIG)
+            told = json_object(files.get(TOKENIZER_CONFIG, b"{}"), where=where)
+            files[TOKENIZER_CONFIG] = _to_json({_CLASS: _FAST, **told})
     return files
-
-
-def _with_class(where: str, content: bytes) -> bytes:
-    """tokenizer_config.json with a `tokenizer_class`: AutoTokenizer has no default class for our
-    model_type.
-    """
-    told = json_object(content, where=pathlib.Path(where, TOKENIZER_CONFIG))
-    return _to_json({_CLASS: _FAST, **told})
 
 
 def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
