@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import operator
+import os
 from collections.abc import Iterable, Iterator
 
 LONGEST = 2000  # characters of a message
@@ -42,6 +43,12 @@ def one_line(text: str) -> str:
     characters.
     """
     return printable(text if len(text) <= LONGEST else f"{text[:LONGEST]}...").replace("\n", "\\n")
+
+
+def end_process(line: str, *, status: int = RunFailed.status) -> None:
+    """Ends the process at once, with this line: from a thread, or a signal's handler."""
+    os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
+    os._exit(status)
 
 
 def printable(text: str) -> str:

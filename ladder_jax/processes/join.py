@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ladder_jax.errors import UserError, error_text
+from ladder_jax.errors import UserError, end_process, error_text
 from ladder_jax.processes.options import CHIPS, ProcessSpec, Timeouts, incomplete
 
 ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
@@ -155,9 +155,9 @@ def _in_time(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> Iterator[Non
 
     def give_up() -> None:
         why = f"has waited{where} for {timeouts.start:g} s, and not all processes have joined"
-        line = f"{me} {why}: start all with the same --coordinator and --processes, or wait longer with --start-timeout"
-        os.write(2, f"ladder-jax: {line}\n".encode())
-        os._exit(1)
+        end_process(
+            f"{me} {why}: start all with the same --coordinator and --processes, or wait longer with --start-timeout"
+        )
 
     waits = f"{me} waits for the others; a process that prints no such line has not started"
     timers = (

@@ -34,7 +34,7 @@ from ladder_jax import files, remote
 from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.errors import RunFailed, UserError, one_line
+from ladder_jax.errors import UserError, end_process
 from ladder_jax.files import AnyPath, absolute, explained, is_remote, kvstore, patiently, read_text
 from ladder_jax.processes.agreement import Agreement
 from ladder_jax.train import metrics
@@ -108,8 +108,7 @@ def caught() -> Iterator[StopRequest]:
     def handle(signum: int, _) -> None:
         received = signal.Signals(signum)
         if request.received is not None:
-            os.write(2, f"ladder-jax: {received.name} again: ending at once\n".encode())
-            os._exit(128 + signum)
+            end_process(f"{received.name} again: ending at once", status=128 + signum)
         request.received = received
         os.write(2, f"{received.name}: saving, then ending (once more: at once)\n".encode())
         if several:
@@ -220,12 +219,6 @@ def _is_free(folder: AnyPath) -> bool:
     return all(name.startswith(files.PARTIAL) for name in names)
 
 
-def end_process(line: str) -> None:
-    """Ends the process at once: another one may write into the folder from now on."""
-    os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
-    os._exit(RunFailed.status)
-
-
 def locked(
     folder: AnyPath, *, say: Callable[[str], None], lost: Callable[[str], None] = end_process
 ) -> contextlib.AbstractContextManager[None]:
@@ -233,7 +226,7 @@ def locked(
     another process does. Of a run's processes only the first takes it.
 
     lost: called in a thread, with a line, where a lease can no longer be renewed, before another
-        process may take it; or where the folder was removed, or moved.
+        process may take it and write into the folder; or where that was removed, or moved.
     """
     if is_remote(folder):
         return _lease(folder, say, lost)
