@@ -56,7 +56,7 @@ class Agreement:
             return [mine]
         number = next(self._rounds)
         key = f"{self._name}/{number}"
-        with _coordination(what):
+        try:
             self._client.key_value_set(f"{key}/{self._process}", json.dumps(mine))
             late = False
             try:
@@ -70,6 +70,10 @@ class Agreement:
                 reports[int(name.rpartition("/")[2])] = json.loads(value)
             if self._process == 0:  # all have read the round before
                 self._client.key_value_delete(f"{self._name}/{number - 1}/")
+        except jax.errors.JaxRuntimeError as error:  # the coordination service is gone
+            time.sleep(FAREWELL)
+            why = str(error).splitlines()[0]
+            raise RunFailed(f"{what}: the processes cannot hear each other: {why}") from None
         if late:
             silent = [process for process in range(self._count) if process not in reports]
             first = silent[0] if silent else self._process
@@ -129,14 +133,3 @@ def _described(error: Exception) -> Fault:
         line = (text.strip().splitlines() or [""])[0]
         text = f"{type(error).__name__}: {line}"
     return {"kind": "failed", "text": text}
-
-
-@contextlib.contextmanager
-def _coordination(what: str) -> Iterator[None]:
-    """Raises RunFailed, one line, if the coordination service is gone."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        time.sleep(FAREWELL)
-        why = str(error).splitlines()[0]
-        raise RunFailed(f"{what}: the processes cannot hear each other: {why}") from None
