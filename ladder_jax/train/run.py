@@ -100,7 +100,9 @@ def run(
         with agreement.together("the lock of the run's folder"), explained(where, "write into"):
             if jax.process_index() == 0:
                 stack.enter_context(folder.locked(where, say=say))
-        stack.enter_context(timing.profiler_server(config.run.profiler_port))
+        if config.run.profiler_port is not None:  # for xprof, TensorBoard, jax.collect_profile
+            jax.profiler.start_server(config.run.profiler_port + jax.process_index())
+            stack.callback(jax.profiler.stop_server)
         say(
             f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}"
         )
@@ -158,7 +160,7 @@ def run(
             about=about,
             metrics=metrics,
             throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu),
-            profiler=Profiler(profile, folder=small.local / "profile"),
+            profiler=Profiler(profile or range(0), folder=small.local / "profile"),
         )
         session.run()
         result = Result(

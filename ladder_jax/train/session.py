@@ -175,7 +175,9 @@ class Session:
                 context.heartbeat(f"step {step}")
                 if context.stop.after(step - 1):
                     self._settle(pending)
-                    self._stop(step - 1)
+                    signum = context.stop.signum
+                    saved = self._save_now(step - 1)
+                    raise Stopped(f"{signum.name}: {saved} ({context.folder})", signum=signum)
                 try:
                     with context.account.time("data"):
                         batch = self.loader.place(next(batches))
@@ -298,12 +300,6 @@ class Session:
             self._save(step)
         self._await_save()
         return f"step {step} is saved, and the same command goes on from there"
-
-    def _stop(self, step: int) -> None:
-        signum = self.context.stop.signum
-        raise Stopped(
-            f"{signum.name}: {self._save_now(step)} ({self.context.folder})", signum=signum
-        )
 
     def finish(self) -> float:
         """The held-out loss after the last step."""

@@ -7,6 +7,7 @@ that are made again, for standing still and for starting, is lost.
 """
 
 import contextlib
+import dataclasses
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -155,25 +156,24 @@ def peak_of(device_kind: str) -> float | None:
     return PEAKS[max(kinds, key=len)] if kinds else None
 
 
+@dataclasses.dataclass
 class Throughput:
-    """A run's speed between logged steps; only time in steps and in waiting for data counts."""
+    """A run's speed between logged steps; only time in steps and in waiting for data counts.
 
-    def __init__(
-        self,
-        account: TimeAccount,
-        *,
-        tokens_a_step: int,
-        mfu: Callable[[float], float] | None,
-    ):
-        self._account = account
-        self._tokens = tokens_a_step
-        self._mfu = mfu
+    mfu: of tokens a second, where the peak is known.
+    """
+
+    account: TimeAccount
+    tokens_a_step: int
+    mfu: Callable[[float], float] | None
+
+    def __post_init__(self):
         self.restart(0)
 
     def restart(self, step: int) -> None:
         """Measure from the end of `step`."""
         self._step = step
-        self._seconds = self._account.now()
+        self._seconds = self.account.now()
 
     def left_out(self) -> None:
         """A step was not made, so that its tokens have no speed."""
@@ -189,14 +189,14 @@ class Throughput:
         stepping = self._seconds["steps"] - before["steps"]
         waiting = self._seconds["data"] - before["data"]
         total = max(stepping + waiting, 1e-9)
-        rate = count * self._tokens / total
+        rate = count * self.tokens_a_step / total
         row = {
-            "tokens": step * self._tokens,
+            "tokens": step * self.tokens_a_step,
             "tokens_per_second": rate,
             "data_wait": waiting / total,
         }
-        if self._mfu:
-            row["mfu"] = self._mfu(rate)
+        if self.mfu:
+            row["mfu"] = self.mfu(rate)
         return row
 
 
@@ -225,28 +225,28 @@ def parse_profile(words: str) -> range:
     return steps
 
 
+@dataclasses.dataclass
 class Profiler:
     """Traces `steps`, where this process makes them, into `folder`, for xprof, TensorBoard or
     Perfetto.
     """
 
-    def __init__(self, steps: range | None, *, folder: pathlib.Path):
-        self._steps = steps or range(0)
-        self.folder = folder
-        self._running = False
+    steps: range
+    folder: pathlib.Path
+    _running: bool = False
 
     def before(self, step: int, *, pending: object) -> None:
         """Start with this step, if it is the first. Earlier ones (`pending`, which is waited for)
         stay outside.
         """
-        if step in self._steps and not self._running:
+        if step in self.steps and not self._running:
             jax.block_until_ready(pending)
             jax.profiler.start_trace(self.folder)
             self._running = True
 
     def after(self, step: int, *, pending: object) -> bool:
         """End with this step, if it is the last; returns whether it was."""
-        if not self._running or step < self._steps[-1]:
+        if not self._running or step < self.steps[-1]:
             return False
         jax.block_until_ready(pending)
         self.close()
@@ -256,18 +256,3 @@ class Profiler:
         if self._running:
             jax.profiler.stop_trace()
             self._running = False
-
-
-@contextlib.contextmanager
-def profiler_server(port: int | None) -> Iterator[None]:
-    """Within the block jax's profiler listens on `port` + this process's index, for xprof,
-    TensorBoard and `jax.collect_profile`.
-    """
-    if port is None:
-        yield
-        return
-    jax.profiler.start_server(port + jax.process_index())
-    try:
-        yield
-    finally:
-        jax.profiler.stop_server()
