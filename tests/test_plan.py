@@ -11,7 +11,7 @@ import pytest
 from experiments import study
 from experiments.plan import __main__ as plan_study
 from ladder_jax import cli, nn, parallel
-from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, load
+from ladder_jax.config import ExpertParallelism, Interleave, Loop, MeshConfig, Remat, load
 from ladder_jax.plan import confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
@@ -55,6 +55,15 @@ def test_every_plan_can_be_run(asked):
             config.train.batch
             == plan.candidate.rows * plan.candidate.accumulate * config.mesh.data * config.mesh.fsdp
         )
+
+
+def test_a_plan_of_a_file_replaces_what_the_file_says_of_the_mesh_and_the_stream(tmp_path):
+    file = tmp_path / "mine.yaml"
+    split = "sequence_parallel: true, collective_matmul: ring, loop: unrolled, start: base"
+    file.write_text(f"model: {{preset: tiny}}\nmesh: {{data: 2, tensor: 4}}\ntrain: {{{split}}}")
+    wanted = request.make(model=str(file), target="cpu:8", tokens=8192, sequence=512)
+    for one in request.candidates(wanted)[::50]:
+        assert configured(one, wanted).train.loop is Loop.UNROLLED is one.run(wanted).train.loop
 
 
 def configured(candidate, wanted):

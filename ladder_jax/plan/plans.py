@@ -205,11 +205,7 @@ def _training(name: str) -> str:
     """What `train` takes for the model: a preset or a file as it is, another model as the weights
     to begin with.
     """
-    return (
-        name
-        if name in PRESETS or name.endswith((".yaml", ".yml", ".json"))
-        else f"RECIPE.yaml train.start={name}"
-    )
+    return name if name in PRESETS or requests.is_file(name) else f"RECIPE.yaml train.start={name}"
 
 
 def _shown(plans: Sequence[Plan]) -> list[Plan]:

@@ -10,21 +10,30 @@ import math
 from collections.abc import Iterator
 
 from ladder_jax.config import (
+    CollectiveMatmul,
     ExpertParallelism,
     Interleave,
     MeshConfig,
     ModelConfig,
     Remat,
     RunConfig,
-    TrainConfig,
     check_fits_mesh,
     check_halves,
+    load,
     parse_residual,
+    to_dict,
 )
 from ladder_jax.config.fields import check, passes
 from ladder_jax.predict.work import TRAINING, Block, Model
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
+
+SHOWN = ("batch", "sequence", "accumulate", "remat")
+SETTINGS = (
+    *(("mesh", name) for name in ("data", "fsdp", "tensor", "experts")),
+    *(("train", name) for name in (*SHOWN, "sequence_parallel", "collective_matmul", "interleave")),
+)
+"""Section and name of what a plan decides; those of SHOWN its command has in any case."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +42,8 @@ class Request:
     sequence: tokens each.
 
     changes: settings of the model that the options change, as (dotted name, value). interleave: of
-    the microbatch; AUTO has candidates of both forms.
+    the microbatch; AUTO has candidates of both forms. given: what the model's file says of the rest,
+    or the defaults.
     """
 
     name: str
@@ -43,6 +53,7 @@ class Request:
     sequence: int
     changes: tuple[tuple[str, str | int | float], ...] = ()
     interleave: Interleave = Interleave.AUTO
+    given: RunConfig = RunConfig()
 
     @property
     def sequences(self) -> int:
@@ -82,7 +93,15 @@ def make(
     if interleave is Interleave.HALVES:
         check_halves(2, model=config, rows=2)
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
-    return Request(model, config, targets.parse(target), tokens, sequence, settings, interleave)
+    given = load(model) if is_file(model) else RunConfig()
+    return Request(
+        model, config, targets.parse(target), tokens, sequence, settings, interleave, given
+    )
+
+
+def is_file(model: str) -> bool:
+    """Whether it is a configuration file, which `train` takes as it is."""
+    return model.endswith((".yaml", ".yml", ".json"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,38 +143,34 @@ class Candidate:
         model = Model(request.config, self.mesh.tensor, TRAINING)
         return model, model.prefill(rows=self.rows, prompt_length=request.sequence)
 
-    def settings(self, request: Request) -> dict[str, object]:
-        """Fields of TrainConfig; those of the stream and of halves where they are not the
-        default.
-        """
-        fields = dict(
+    def run(self, request: Request) -> RunConfig:
+        """As `ladder-jax train` takes it. Raises UserError where it trains no such thing."""
+        train = dataclasses.replace(
+            request.given.train,
+            start=None,
+            freeze=0,
             batch=request.sequences,
             sequence=request.sequence,
             accumulate=self.accumulate,
-            remat=self.remat.value,
+            remat=self.remat,
+            sequence_parallel=self.sequence_parallel,
+            collective_matmul=CollectiveMatmul.NONE,
+            interleave=Interleave(self.interleave),
         )
-        if self.sequence_parallel:
-            fields["sequence_parallel"] = True
-        if self.interleave > 1:
-            fields["interleave"] = self.interleave
-        return fields
-
-    def run(self, request: Request) -> RunConfig:
-        """As `ladder-jax train` takes it. Raises UserError where it trains no such thing."""
-        train = TrainConfig(**self.settings(request))
         return RunConfig(model=request.config, mesh=self.mesh, train=train)
 
     def overrides(self, request: Request) -> dict[str, str]:
-        """Settings for `ladder-jax train`, by dotted name."""
+        """Settings for `ladder-jax train`, by dotted name: of the mesh, the stream and halves those
+        that differ from the request's `given`.
+        """
         found = dict(request.changes)
-        for name, size in self.mesh.axes.items():
-            if size > 1:
-                found[f"mesh.{name}"] = size
-        if self.exchanges:
-            found["mesh.experts"] = self.mesh.experts.value
-        for name, value in self.settings(request).items():
-            found[f"train.{name}"] = "true" if value is True else value
-        return {name: str(value) for name, value in found.items()}
+        planned = to_dict(self.run(request))
+        given = to_dict(request.given)
+        for section, name in SETTINGS:
+            value = planned[section][name]
+            if name in SHOWN or value != given[section][name]:
+                found[f"{section}.{name}"] = value
+        return {name: str(value).lower() for name, value in found.items()}
 
 
 def candidates(request: Request) -> list[Candidate]:
