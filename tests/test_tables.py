@@ -73,6 +73,7 @@ def test_webdataset(tmp_path):
 
 BROKEN = {
     "a.csv": (b"id,text\n1,a\n1,2,3,4\n", "cannot be read: .*Expected 2 fields in line 3"),
+    "a2.csv": (b"text\na, b\n", "cannot be read: Length of header .* not match length of data"),
     "b.csv": (b"id,text\n1,caf\xe9\n", "cannot be read: .*utf-8"),
     "c.csv": (b"", "cannot be read: No columns to parse"),
     "d.csv": (b"id,body\n1,a\n", "no column 'text' .*: there is 'id', 'body'"),

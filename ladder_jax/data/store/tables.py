@@ -11,6 +11,7 @@ import glob
 import re
 import tempfile
 import urllib.parse
+import warnings
 from collections.abc import Iterable, Iterator
 
 from ladder_jax.errors import UserError, needed, refused
@@ -61,7 +62,9 @@ def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iter
     modified: the file's time; a table that this process has opened before is opened again when it
         has changed.
     """
-    with refused(f"{table}: cannot be read"):
+    with refused(f"{table}: cannot be read"), warnings.catch_warnings():
+        # of a CSV file whose rows are longer than its header, the rest would be lost
+        warnings.filterwarnings("error", "Length of header or names does not match")
         whole = _column(table, field, modified)
         count = whole.num_shards
         for shard in range(begin, end):
@@ -135,8 +138,9 @@ def _open(table: str, *, features=None, columns: list[str] | None = None):
         where = dict(data_files=glob.escape(table), **_builder(table))
     with tempfile.TemporaryDirectory() as cache:  # else a lock file stays in the user's cache
         builder = _library().load_dataset_builder(cache_dir=cache, features=features, **where)
-        # pandas would read the texts "null" and "NA" as missing.
-        options = dict(columns=columns, batch_size=BATCH, keep_default_na=False)
+        # pandas would read the texts "null" and "NA" as missing, and the first column of rows that are
+        # longer than the header as their names
+        options = dict(columns=columns, batch_size=BATCH, keep_default_na=False, index_col=False)
         for name, value in options.items():
             if hasattr(builder.config, name):
                 setattr(builder.config, name, value)
