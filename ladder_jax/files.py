@@ -82,7 +82,8 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def below(root: pathlib.Path, *, hidden: bool = True) -> list[pathlib.Path]:
-    """The file itself; of a folder all files in it and below, in the order of their paths.
+    """The file itself; of a folder all files in it and below, in the order of their paths. Of a
+    folder that links lead to again, also from within, the files are there once.
 
     hidden: also those whose name, or a folder's below `root`, begins with a dot.
     Raises UserError for a folder below that cannot be read: its files would silently be left out.
@@ -95,7 +96,14 @@ def below(root: pathlib.Path, *, hidden: bool = True) -> list[pathlib.Path]:
     if root.is_file():
         return [root]
     found = []
-    for folder, folders, names in root.walk(on_error=refuse):
+    seen = set()
+    for folder, folders, names in root.walk(on_error=refuse, follow_symlinks=True):
+        real = folder.resolve()
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
         if not hidden:
             folders[:] = [name for name in folders if not name.startswith(".")]
             names = [name for name in names if not name.startswith(".")]

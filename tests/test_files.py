@@ -55,11 +55,14 @@ def test_a_link_stays(tmp_path):
 
 
 def test_a_folder_below_that_cannot_be_read(tmp_path, monkeypatch):
-    """Its files would be left out without a word."""
+    """Its files would be left out without a word, as would those of a link to a folder."""
     (tmp_path / "open").mkdir()
     write(tmp_path / "open" / "a.txt")
+    (tmp_path / "open" / "loop").symlink_to(tmp_path)
     (tmp_path / "shut").mkdir()
+    (tmp_path / "shut" / "link").symlink_to(tmp_path / "open")
     assert files.below(tmp_path) == [tmp_path / "open" / "a.txt"]
+    assert files.below(tmp_path / "shut") == [tmp_path / "shut" / "link" / "a.txt"]
     scan = os.scandir  # root may read anything
 
     def scandir(folder):
