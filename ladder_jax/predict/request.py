@@ -73,6 +73,11 @@ class Request:
         """Tokens a row of a prefill or a training step."""
         return self.sequence if self.phase is Phase.TRAIN else self.prompt_length
 
+    @property
+    def passed(self) -> int:
+        """Tokens of all rows that are generated, or pass."""
+        return self.batch * (self.tokens if self.phase else self.new_tokens)
+
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
         return models.variant(

@@ -57,7 +57,7 @@ measured models.
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """speed: of a generation, or of one pass. tokens: that are generated, or pass.
+    """speed: of a generation, or of one pass. tokens_per_second: that are generated, or pass.
 
     speedup: tokens a second over those of the baseline. speedup_over_nccl: over those of Standard
     with NCCL and the whole stream on every rank.
@@ -65,13 +65,9 @@ class Row:
 
     residual: str
     speed: Speed | Pass
-    tokens: int
+    tokens_per_second: float
     speedup: float
     speedup_over_nccl: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.speed.seconds
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -82,7 +78,6 @@ class Row:
             prefill = [f"{one.prefill.seconds * 1e3:.1f}"]
             one = one.step
         hides = one.wire and self.residual != "no-communication"
-        form = described(one.form, one.executed["all_reduce"], one.interleave)
         return (
             self.residual,
             number(self.tokens_per_second),
@@ -92,7 +87,7 @@ class Row:
             f"{one.seconds * 1e3:.2f}",
             f"{one.exposed * 1e3:.2f}",
             f"{one.hidden:.0%}" if hides else "-",
-            form if hides else "-",
+            described(one) if hides else "-",
             one.executed["launch"] or "-",
         )
 
@@ -143,28 +138,6 @@ class Advice:
     ladder_helps: bool | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Baseline:
-    """A way to run Standard. form: of prefill and decode step, or of the one pass in question.
-
-    interleave: 2 for two halves in turn; of prefill and decode step, or of the one pass.
-    """
-
-    form: str
-    all_reduce: str | None
-    tokens_per_second: float
-    interleave: int | dict[str, int] = 1
-    residual: str = BASELINE
-
-    @property
-    def described(self) -> str:
-        return described(self.form, self.all_reduce, self.interleave)
-
-    @property
-    def name(self) -> str:
-        return f"Standard ({self.described})"
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Result:
     """opponents: Standard in every form that is possible here, the fastest first; it is the
@@ -173,17 +146,26 @@ class Result:
 
     request: Request
     rows: tuple[Row, ...]
-    opponents: tuple[Baseline, ...]
+    opponents: Sequence[Speed | Pass]
     advice: Advice
 
     @property
-    def baseline(self) -> Baseline:
+    def baseline(self) -> Speed | Pass:
         return self.opponents[0]
 
     def as_dict(self) -> dict:
         """The JSON object: seconds and bytes are those of one device."""
         request = self.request
-        opponents = [dataclasses.asdict(one) for one in self.opponents]
+        opponents = [
+            {
+                "form": one.form,
+                "all_reduce": one.executed["all_reduce"],
+                "tokens_per_second": request.passed / one.seconds,
+                "interleave": one.interleave,
+                "residual": BASELINE,
+            }
+            for one in self.opponents
+        ]
         asked = ("prompt_length", "new_tokens", "ladder_layers", "tokens", "capacity")
         return {
             "model": request.model,
@@ -209,6 +191,7 @@ class Result:
         machine = request.machine
         advice = self.advice
         generates = request.phase is None
+        standard = f"Standard ({described(self.baseline)})"
         said = [f"take {advice.residual}", f"reason    {advice.reason}"]
         if advice.residual == BASELINE:
             said = ["no: take standard", f"reason    {advice.reason.removeprefix('no: ')}"]
@@ -228,7 +211,7 @@ class Result:
         if generates:
             most = max(row.speed.memory for row in self.rows)
             said += [
-                f"speed-up: over {self.baseline.name}; over NCCL: over Standard with NCCL's all-reduces"
+                f"speed-up: over {standard}; over NCCL: over Standard with NCCL's all-reduces"
                 " (XLA's on a TPU)",
                 "exposed, form: of a decode step; hidden: the share of its all-reduces' time that adds nothing to it",
                 f"memory    {most / 2**30:.1f} GiB of weights and cache a device",
@@ -242,10 +225,11 @@ class Result:
                     "note      explicit launches, the default here, have never run; --launch chained: without them"
                 )
         else:
-            forms = [f"{one.described} {number(one.tokens_per_second)}" for one in self.opponents]
+            pace = lambda one: number(request.passed / one.seconds)
+            forms = [f"{described(one)} {pace(one)}" for one in self.opponents]
             said += [
                 f"Standard's forms, tokens/s: {'; '.join(forms)}",
-                f"speed-up: over {self.baseline.name}; over NCCL: over Standard (all-reduce) with NCCL's all-reduces",
+                f"speed-up: over {standard}; over NCCL: over Standard (all-reduce) with NCCL's all-reduces",
             ]
             if request.experts is ExpertParallelism.EXCHANGE:
                 said.append(
@@ -264,18 +248,14 @@ class Result:
 
 def predict(request: Request) -> Result:
     speeds, opponents, nccl = (_of_one_pass if request.phase else _of_generation)(request)
-    tokens = request.batch * (request.tokens if request.phase else request.new_tokens)
-    standards = tuple(
-        Baseline(one.form, one.executed["all_reduce"], tokens / one.seconds, one.interleave)
-        for one in opponents
-    )
     best = opponents[0]
     rows = []
     for name in request.residuals:
         one = speeds[name]
-        rows.append(Row(name, one, tokens, best.seconds / one.seconds, nccl.seconds / one.seconds))
-    advice = advise(rows, best, name=standards[0].name, tensor=request.tensor)
-    return Result(request, tuple(rows), standards, advice)
+        pace = request.passed / one.seconds
+        rows.append(Row(name, one, pace, best.seconds / one.seconds, nccl.seconds / one.seconds))
+    advice = advise(rows, best, name=f"Standard ({described(best)})", tensor=request.tensor)
+    return Result(request, tuple(rows), opponents, advice)
 
 
 type Found = tuple[Mapping[str, Speed | Pass], Sequence[Speed | Pass], Speed | Pass]
@@ -365,13 +345,15 @@ def _rank(residual: str) -> int:
     return (*PREFERENCE, key).index(key)  # any other comes last
 
 
-def described(form: str, all_reduce: str | None, interleave: int | dict[str, int]) -> str:
-    """A form in words, with the algorithm of its all-reduces, and halves."""
-    if all_reduce and form.startswith(Form.ALL_REDUCE.value):
-        form = f"{all_reduce} {form}"
-    if interleave == 2:
+def described(one: Speed | Pass) -> str:
+    """Its form in words, with the algorithm of its all-reduces, and halves."""
+    form = one.form
+    algorithm = one.executed["all_reduce"]
+    if algorithm and form.startswith(Form.ALL_REDUCE.value):
+        form = f"{algorithm} {form}"
+    if one.interleave == 2:
         return f"{form}, two halves in turn"
     halved = []
-    if isinstance(interleave, dict):
-        halved = [phase for phase, parts in interleave.items() if parts == 2]
+    if isinstance(one, Speed):
+        halved = [phase for phase, parts in one.interleave.items() if parts == 2]
     return f"{form}, {' and '.join(halved)} in two halves" if halved else form
