@@ -201,7 +201,8 @@ def train(
     """(params, the losses), from random windows of `text`, an array of bytes."""
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps))
     params, rng, losses = initial(config, mesh), np.random.default_rng(0), []
-    state = optimizer.init(params)
+    with jax.set_mesh(mesh):  # else the second step is compiled anew
+        state = optimizer.init(params)
     step = train_step(config, mesh, optimizer)
     for number in range(steps):
         starts = rng.integers(0, len(text) - length, batch)

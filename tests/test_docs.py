@@ -79,7 +79,9 @@ LINEN = slice(5, 7)
 
 @pytest.mark.parametrize("which", [NNX, LINEN], ids=["nnx", "linen"])
 def test_your_own_model_trains(which):
-    assert_learns(executed(*YOUR_MODEL[which])["losses"])
+    scope = executed(*YOUR_MODEL[which])
+    assert_learns(scope["losses"])
+    assert scope["train_step"]._cache_size() == 1
 
 
 def as_standard(code):
