@@ -129,7 +129,9 @@ def words(tmp_path):
 
 
 def test_another_tokenizer(words, tmp_path):
-    """Its own copy goes along; each document ends with the token that ends documents."""
+    """Its own copy goes along; each document ends with the token that ends documents, also where
+    that has changed since a part was made.
+    """
     made = Store(tmp_path / "out").manifest
     given = words
     (tmp_path / "t").rename(tmp_path / "away")
@@ -137,9 +139,17 @@ def test_another_tokenizer(words, tmp_path):
     assert made.dtype == "<u2"
     expected = [[*given.encode(text), given.stop_ids[0]] for text in TEXTS[:9]]
     assert [document.tolist() for document in documents(tmp_path / "out")] == expected
-    (tmp_path / "away" / "tokenizer_config.json").write_text("{}")
+    one = dict(given=[tmp_path / "book.jsonl"], tokens=tmp_path / "away")
+    half = tmp_path / "half"
+    make(out=half, share=slice(1), **one)
+    config = {"eos_token": tokenizers.BEGIN}
+    (tmp_path / "away" / "tokenizer_config.json").write_text(json.dumps(config))
     with refused("documents end with another token"):
-        make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=tmp_path / "away")
+        make(out=tmp_path / "out", **one)
+    make(out=half, **one)
+    assert {int(document[-1]) for document in documents(half)} == {
+        given.special_ids[tokenizers.BEGIN]
+    }
 
 
 KILLED = """

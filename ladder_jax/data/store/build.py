@@ -223,12 +223,15 @@ def _shards(
 def _shard(index: int, part: Part, out: pathlib.Path, settings: Manifest, source: str) -> Shard:
     """In a worker: the shard of a part, which an earlier call may have written."""
     name = f"{index:05d}"
-    return _written(name, part, out, settings) or _write(name, part, out, settings, source)
+    about = (name, part, out, settings, source)
+    return _written(*about) or _write(*about)
 
 
-def _written(name: str, part: Part, out: pathlib.Path, settings: Manifest) -> Shard | None:
+def _written(
+    name: str, part: Part, out: pathlib.Path, settings: Manifest, source: str
+) -> Shard | None:
     """The shard that an earlier call wrote; None where its files are missing or cut short, or the
-    part has changed.
+    part or the token that ends documents has changed.
     """
     file = out / f"{name}.json"
     if not file.is_file():
@@ -240,6 +243,11 @@ def _written(name: str, part: Part, out: pathlib.Path, settings: Manifest) -> Sh
         return None
     for path, size in found.sizes().items():
         if not (out / path).is_file() or (out / path).stat().st_size != size:
+            return None
+    ends = _tokenizer(source).stop_ids[:1]
+    if ends and shard.tokens:
+        before = (shard.tokens - 1) * np.dtype(settings.dtype).itemsize
+        if np.fromfile(out / f"{name}.tokens", settings.dtype, offset=before)[0] != ends[0]:
             return None
     return shard
 
