@@ -144,6 +144,7 @@ def test_another_mask_is_other_data(tmp_path):
     ('{"messages": [{"role": "user", "content": "a"}]}\n', "a.jsonl:1: no message has the role 'assistant'"),
     ('{"messages": [{"role": "bard", "content": "a"}]}\n', "a.jsonl:1: .*no role bard"),
     ('{"messages": []}\n', "a.jsonl:1: 'messages' must be a list of messages"),
+    ('{"messages": ["a"], "tools": [{}]}\n', "a.jsonl:1: chat templates are not told of 'tools'"),
     ('{"messages": ["a"]}\n', "a.jsonl:1: a message must be such as"),
     ('{"messages": [{"role": "user", "content": [{}]}]}\n', "a.jsonl:1: a message must be such as"),
     ('{"text": "\\ud800"}\n', "a.jsonl:1: .*surrogates"),

@@ -128,6 +128,8 @@ def render(
     """
     try:
         if "messages" in example:
+            if example.get("tools"):
+                raise UserError("chat templates are not told of 'tools': write them into a message")
             text, spans = _chat(example["messages"], tokenizer, now)
             return _tokens(text, spans, tokenizer, special=False)
         keys = next((keys for keys in KEYS if example.keys() >= set(keys)), None)
