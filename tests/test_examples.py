@@ -170,10 +170,15 @@ def test_a_folder_without_examples_and_a_damaged_archive(tmp_path):
 
 
 def test_a_template_that_forgets_turns(tmp_path):
-    """Of one that shows the last turn alone the earlier ones cannot be found in the whole."""
-    folder = made.folder(tmp_path / "t", template="{{ messages[-1].content if messages else '' }}")
-    with refused("changes earlier turns"):
-        render({"messages": CHAT}, tokenizer=tokenizers.load(folder), where="f:1")
+    """Of one that shows the last turn alone the earlier ones cannot be found in the whole; one whose
+    answers do not begin as its prompts say is refused for one turn, too.
+    """
+    last = "{{ messages[-1].content if messages else '' }}"
+    thinks = "{{ messages|length }}{% if add_generation_prompt %}<think>{% endif %}"
+    for name, template, chat in (("last", last, CHAT), ("thinks", thinks, CHAT[:2])):
+        folder = made.folder(tmp_path / name, template=template)
+        with refused("changes earlier turns, or its prompt for an answer, .* or edit the template"):
+            render({"messages": chat}, tokenizer=tokenizers.load(folder), where="f:1")
 
 
 DATED = "{{ strftime_now('%d %b %Y %H:%M:%S') }}" + made.TEMPLATE

@@ -179,7 +179,8 @@ def _chat(
         until = after.rstrip()
         if not after.startswith(before) or not text.startswith(until):
             raise UserError(
-                "the chat template changes earlier turns when more follow: write one assistant turn per example"
+                "the chat template changes earlier turns, or its prompt for an answer, when more follow: write one"
+                " assistant turn per example, or edit the template"
             )
         spans.append((len(before), len(until)))
     if not spans:
