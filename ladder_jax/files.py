@@ -86,7 +86,8 @@ def below(root: pathlib.Path, *, hidden: bool = True) -> list[pathlib.Path]:
     folder that links lead to again, also from within, the files are there once.
 
     hidden: also those whose name, or a folder's below `root`, begins with a dot.
-    Raises UserError for a folder below that cannot be read: its files would silently be left out.
+    Raises UserError for a pipe, and for a folder below that cannot be read: its files would
+    silently be left out.
     """
 
     def refuse(error: OSError) -> None:
@@ -95,6 +96,8 @@ def below(root: pathlib.Path, *, hidden: bool = True) -> list[pathlib.Path]:
 
     if root.is_file():
         return [root]
+    if is_pipe(root):
+        raise UserError(f"{str(root)!r}: {PIPE}")
     found = []
     seen = set()
     for folder, folders, names in root.walk(on_error=refuse, follow_symlinks=True):

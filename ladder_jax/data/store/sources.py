@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ladder_jax.data import json_lines
 from ladder_jax.data.store import tables
 from ladder_jax.errors import UserError
-from ladder_jax.files import PIPE, below, is_pipe, is_remote, local_path, text_of
+from ladder_jax.files import below, is_remote, local_path, text_of
 
 PARTS = 1024
 LEAST = 2**24
@@ -119,8 +119,6 @@ def _files(source: str, subset: str | None, split: str) -> list[File]:
     root = local_path(source)
     if not root.exists():
         raise UserError(f"{source!r} does not exist ({ALLOWED})")
-    if is_pipe(root):
-        raise UserError(f"{source!r}: {PIPE}")
     files = []
     for path in below(root, hidden=False):
         state = path.stat()
