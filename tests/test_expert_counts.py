@@ -232,6 +232,10 @@ def test_plan_holds_all_and_computes_the_active():
     scores = 48 * 2 * 8 * 128 * 4096 * 4097
     assert forward == 2 * 4096 * active + scores
     assert recomputed == 0
+    # Recomputed are all but the head and attention's last product, whose reduced sum is kept.
+    kept = 48 * 8 * 128 * D + shard.vocabulary * D
+    full = dataclasses.replace(one, remat=Remat.FULL)
+    assert plan_speed.flops(full, request=request)[1] == forward - 2 * 4096 * kept
     # Of more tokens than a chunk no rows are kept; the experts are computed again.
     large = dataclasses.replace(one, rows=4, accumulate=1)
     assert plan_speed.flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M

@@ -124,18 +124,17 @@ def recomputed_by(candidate: Candidate, block: Block) -> Recompute:
     """What the backward pass of a microbatch, `block`, recomputes.
 
     Of a split stream every second input, a layer's last, is gathered once more. Of routed experts
-    no rows are kept if there are more tokens than a chunk. Exchanged rows are sent once more where
-    nothing is kept.
+    no rows are kept if there are more tokens than a chunk; without the last ones there is no gradient
+    of the router's weights. Exchanged rows are sent once more where nothing is kept.
     """
     remat = candidate.remat
     whole = remat in (Remat.FULL, Remat.OFFLOAD)
     kernels = SUBLAYERS if whole else CHEAP if remat is Remat.SAVE_MATMULS else frozenset()
-    sent = candidate.exchanges and whole
-    chunked = block.size > CHUNK and not candidate.exchanges and not whole
+    chunked = block.size > CHUNK and not candidate.exchanges
     return Recompute(
-        kernels | ROUTED if sent or chunked else kernels,
+        kernels | ROUTED if whole or chunked else kernels,
         gathers=0.5 if candidate.sequence_parallel and remat is not Remat.NONE else 0.0,
-        rows=1.0 if sent else 0.0,
+        rows=1.0 if candidate.exchanges and whole else 0.0,
     )
 
 
