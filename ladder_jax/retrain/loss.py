@@ -96,11 +96,13 @@ def loss_sum(
     fraction = scheduled.get(LADDER_FRACTION)
     run = forward(definition, nn.forward_pass if fraction is None else _Converting)
     student = _PartedModel(run, params, dims, below, fraction)
-    boundaries = _boundaries(plan)
+    shared = shared_layers(plan)
+    compared = compared_layers(plan)
+    # the layer numbers between which layers run as one block
+    boundaries = sorted({0, below, shared, definition.config.num_layers, *compared})
 
     student_streams = {}
     teacher_streams = {}
-    shared = shared_layers(plan)
     state, extra = student.forward.embed(params, batch.tokens)
     extra = routers.begin() if routers else extra
     for first, last in zip(boundaries, boundaries[1:]):
@@ -150,7 +152,6 @@ def loss_sum(
     total = sum(penalties, sums.total)
     if not plan.distill.hidden_weight:
         return total, named
-    compared = compared_layers(plan)
     distances = [  # those after shared layers are zero
         _distance(student_streams[n](), teacher_streams[n], batch.weights)
         for n in compared
@@ -201,12 +202,6 @@ def shared_layers(plan: RetrainPlan) -> int:
 def _standard(steps: tuple[Step, ...]) -> bool:
     """Whether a layer's attention and MLP each read the whole stream before them."""
     return len(steps) == 2 and all(type(step) is Step and step.delay == 0 for step in steps)
-
-
-def _boundaries(plan: RetrainPlan) -> list[int]:
-    """The layer numbers between which layers run as one block."""
-    layers = plan.definition.config.num_layers
-    return sorted({0, plan.frozen_layers, shared_layers(plan), layers, *compared_layers(plan)})
 
 
 def _distance(student: jax.Array, teacher: jax.Array, weights: jax.Array) -> jax.Array:
