@@ -9,6 +9,7 @@ to compare it.
 """
 
 import concurrent.futures
+import functools
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ DIGEST = "blake2b-128"
 # what object stores say of an object's content, the best first
 CHECKSUMS = ("md5Hash", "crc32c", "ETag", "etag")
 THREADS = 16
+_HASH = functools.partial(hashlib.blake2b, digest_size=16)
 
 type File = dict[str, Any]  # {"size": bytes, "digest": text}
 type Files = dict[str, File]
@@ -71,8 +73,26 @@ def problems(folder: AnyPath, *, contents: tuple[str, ...] = ("",)) -> list[str]
     there = found(folder)
 
     def difference(name: str) -> str | None:
-        compares = name.startswith(contents)
-        return _difference(folder / name, there.get(name), listed[name], compares)
+        """What is wrong with a file, by the store's own checksum, or by reading it."""
+        file = listed[name]
+        info = there.get(name)
+        if info is None:
+            return "is missing"
+        if int(info["size"]) != file["size"]:
+            return f"has {info['size']} bytes, not {file['size']}"
+        kind, _, digest = file["digest"].rpartition(":")
+        now = digest
+        if kind:  # a store's, which is not computed elsewhere
+            now = info.get(kind, digest)
+        elif digest and name.startswith(contents):
+            try:
+                with (folder / name).open("rb") as opened:
+                    now = hashlib.file_digest(opened, _HASH).hexdigest()
+            except OSError as error:
+                if is_remote(folder):
+                    raise
+                return f"cannot be read: {error.strerror or error}"
+        return None if now == digest else "has other contents than were written"
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         wrong = list(pool.map(difference, listed))
@@ -119,27 +139,6 @@ def found(folder: AnyPath) -> dict[str, Info]:
     return there
 
 
-def _difference(path: AnyPath, info: Info | None, file: File, contents: bool) -> str | None:
-    """What is wrong with a file, by the store's own checksum, or with `contents` by reading it."""
-    if info is None:
-        return "is missing"
-    if int(info["size"]) != file["size"]:
-        return f"has {info['size']} bytes, not {file['size']}"
-    kind, _, digest = file["digest"].rpartition(":")
-    now = digest
-    if kind:  # a store's, which is not computed elsewhere
-        now = info.get(kind, digest)
-    elif contents and digest:
-        try:
-            with path.open("rb") as opened:
-                now = hashlib.file_digest(opened, _hash).hexdigest()
-        except OSError as error:
-            if is_remote(path):
-                raise
-            return f"cannot be read: {error.strerror or error}"
-    return None if now == digest else "has other contents than were written"
-
-
 def _stated(info: Info) -> File:
     """The entry of an object. info: as in `remote.listed`."""
     kind = next((kind for kind in CHECKSUMS if info.get(kind)), None)
@@ -153,14 +152,10 @@ def _synced(path: pathlib.Path) -> File:
         os.fsync(handle)
         return {
             "size": os.fstat(handle).st_size,
-            "digest": hashlib.file_digest(file, _hash).hexdigest(),
+            "digest": hashlib.file_digest(file, _HASH).hexdigest(),
         }
 
 
 def _digest_of(entries: Files) -> str:
     text = json.dumps(entries, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _hash():
-    return hashlib.blake2b(digest_size=16)
+    return _HASH(text.encode()).hexdigest()

@@ -151,24 +151,23 @@ class Store:
         error = error or _error_of(lambda: writing.await_all(writes, within=within))
         writing.give_back_memory()
 
-        def publish() -> None:
-            patiently(self.folder, lambda: self._publish(step, shapes, texts))
+        folder = self.folder / str(step)
 
+        def publish() -> None:
+            for item, of_item in shapes.items():
+                arrays.finish(folder / item, of_item)
+            saved.publish(folder, texts)
+            # the new checkpoint is complete, and the next save prunes again
+            with contextlib.suppress(Exception):
+                self._prune()
+
+        patient = lambda: patiently(folder, publish)
         what = f"the checkpoint of step {step}"
         error, whose = first_of(self._agreement.gather(what, error))
         if error is None:
-            error = self._agreement.broadcast(what, lambda: _error_of(publish))
+            error = self._agreement.broadcast(what, lambda: _error_of(patient))
         if error:
             self._fail(step, error + whose)
-
-    def _publish(self, step: int, shapes: Mapping[str, arrays.Shapes], texts: Texts) -> None:
-        folder = self.folder / str(step)
-        for item, of_item in shapes.items():
-            arrays.finish(folder / item, of_item)
-        saved.publish(folder, texts)
-        # the new checkpoint is complete, and the next save prunes again
-        with contextlib.suppress(Exception):
-            self._prune()
 
     def _prune(self) -> None:
         losses = dict.fromkeys(steps(self.folder))
