@@ -182,7 +182,9 @@ def carry_out[Key](
     Raises UserError for a file of something else, of other questions, models or settings, or that
     another process is writing, and RunFailed for a full disk.
     """
-    with alone(file) if file else contextlib.nullcontext() as out:
+    # two runs would answer every prompt twice
+    busy = f"{file}: another run is writing to it; wait for that, or name another file"
+    with files.locked(file, busy=busy) if file else contextlib.nullcontext() as out:
         lines = answered(file, digests) if file else {}
         left = [key for key in digests if key not in lines]
         shown = contextlib.nullcontext(lambda done, text: None)
@@ -196,12 +198,6 @@ def carry_out[Key](
                 lines[key] = line
                 update(len(lines), "")
     return [lines[key] for key in digests]
-
-
-def alone(file: str) -> contextlib.AbstractContextManager[io.FileIO]:
-    """`file`, to append to it, locked for this process: two runs would answer every prompt twice."""
-    busy = f"{file}: another run is writing to it; wait for that, or name another file"
-    return files.locked(file, busy=busy)
 
 
 def answered[Key](file: str, digests: Mapping[Key, str]) -> dict[Key, dict[str, Any]]:
