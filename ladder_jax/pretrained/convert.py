@@ -142,9 +142,8 @@ def parse(args: dict, model: ModelConfig) -> Request:
     tokens = args["calibration_tokens"] or (REFIT_TOKENS if refits else MEASURED_TOKENS)
     refit = None
     if args["calibration"] and refits:
-        refit = Refit(projections=fitted or FittedProjections.INPUTS)
-        if args["ridge"] is not None:
-            refit = dataclasses.replace(refit, ridge=args["ridge"])
+        ridge = Refit.ridge if args["ridge"] is None else args["ridge"]
+        refit = Refit(ridge, fitted or FittedProjections.INPUTS)
     return Request(
         destination=on_disk(args["destination"]).absolute(),
         format=member(Format, "format in --to", args["to"]),

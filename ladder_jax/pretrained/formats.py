@@ -374,9 +374,7 @@ def _nothing_at(path: pathlib.Path) -> str:
     if name in PRESETS:
         return f"{name!r} is a preset, a shape without weights; a model is {FORMS}"
     folder = path.parent
-    beside = []
-    if folder.is_dir():
-        beside = [file.name for file in folder.iterdir()]
+    beside = [file.name for file in folder.glob("*")]
     near = difflib.get_close_matches(path.name, beside, n=1)
     hint = ""
     if near:

@@ -51,11 +51,6 @@ class Key(NamedTuple):
     name: str
     layer: int | None = None
 
-    def __str__(self) -> str:
-        if self.layer is None:
-            return self.name
-        return f"{self.name} of layer {self.layer}"
-
     @classmethod
     def of_layer(cls, layer: int, array: str, *, model: ModelConfig) -> "Key":
         """Of the model's layer `layer`, counted over all stacks: `array` is "attention/query",
