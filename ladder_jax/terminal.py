@@ -133,15 +133,18 @@ def progress(
     total: int,
     *,
     done: int = 0,
-    label: str = "{done}/{total}",
+    label: str | None = "{done}/{total}",
     say: Callable[[str], None] | None = None,
 ) -> Iterator[Update]:
     """Yields `update(done, text)`, which shows that `done` of `total` steps are finished, and
     `text` beside that.
 
-    label: the format of the two numbers, such as "step {done}/{total}".
+    label: the format of the two numbers, such as "step {done}/{total}"; None shows nothing.
     say: prints a line where there is no bar (default: on standard error).
     """
+    if label is None:
+        yield lambda done, text: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

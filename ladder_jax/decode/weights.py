@@ -77,7 +77,7 @@ def assemble(
             del array
         return stack
 
-    return _arranged(definition, parameters, make, loop=loop)
+    return _arranged(parameters, make, loop=loop)
 
 
 def by_layer(definition: ModelDef, params: Params, *, loop: Loop) -> Params:
@@ -107,13 +107,13 @@ def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE
     """The dimensions of `prepare`'s arrays."""
     _check_inference(definition)
     stored = lambda parameter, dims: _stored_dims(quantize, dims)
-    return _arranged(definition, _parameters(definition), stored, loop=loop)
+    return _arranged(_parameters(definition), stored, loop=loop)
 
 
 def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The shapes, dtypes and shardings of `prepare`'s arrays."""
     place = functools.partial(_abstract, definition, quantize)
-    return _arranged(definition, _parameters(definition), place, loop=loop)
+    return _arranged(_parameters(definition), place, loop=loop)
 
 
 def _abstract(definition, quantize, parameter, dims):
@@ -206,7 +206,7 @@ def _parameters(definition):
     return sorted(found, key=lambda one: -one.share)
 
 
-def _arranged(definition, parameters, make, *, loop):
+def _arranged(parameters, make, *, loop):
     """The tree of make(parameter, dims): one array, or a tuple of each layer's own."""
     made = {}
     for one in parameters:

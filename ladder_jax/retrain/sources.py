@@ -29,10 +29,9 @@ class Sources:
 
     def record(self) -> dict[str, Any]:
         """Path and digest of each, for the item `data` of a run's checkpoints."""
-        named = {"start": self.start, "teacher": self.teacher}
         return {
             name: {"path": exact_name(model), "digest": _digest(model)}
-            for name, model in named.items()
+            for name, model in vars(self).items()
             if model
         }
 

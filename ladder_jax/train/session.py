@@ -162,12 +162,10 @@ class Session:
     def _steps(self, first: int, last: int) -> None:
         context = self.context
         train = context.config.train
-        shown = progress(last, done=first, label="step {done}/{total}", say=context.say)
-        if jax.process_index() > 0:
-            shown = contextlib.nullcontext(lambda done, text: None)
+        label = "step {done}/{total}" if jax.process_index() == 0 else None
         pending: Dispatched | None = None
         with (
-            shown as self._update,
+            progress(last, done=first, label=label, say=context.say) as self._update,
             contextlib.closing(self.profiler),
             read_ahead(self.loader.read, first=first, last=last) as batches,
         ):

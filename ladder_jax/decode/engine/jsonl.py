@@ -187,10 +187,7 @@ def carry_out[Key](
     with files.locked(file, busy=busy) if file else contextlib.nullcontext() as out:
         lines = answered(file, digests) if file else {}
         left = [key for key in digests if key not in lines]
-        shown = contextlib.nullcontext(lambda done, text: None)
-        if label:
-            shown = progress(len(digests), done=len(lines), label=label)
-        with shown as update:
+        with progress(len(digests), done=len(lines), label=label) as update:
             found = work(left) if left else ()
             for key, line in found:
                 if out:
