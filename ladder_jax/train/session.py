@@ -21,6 +21,7 @@ decides alike.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from typing import Any
@@ -129,8 +130,6 @@ class Session:
     profiler: Profiler
     validation: float | None = None
     _saved: int | None = None  # the step of the newest save, unless it has failed
-    _step_fn: jax.stages.Compiled | None = None
-    _loss: jax.stages.Compiled | None = None
 
     def run(self) -> None:
         """All remaining steps. Raises Stopped after a signal, RunFailed where training cannot go
@@ -141,27 +140,26 @@ class Session:
         self._saved = first  # resumed from there
         while first < last:
             try:
-                self._compile()
                 self.throughput.restart(first)
                 with self.context.account.time("steps"):
                     return self._steps(first, last)
             except RollBack as bad:
                 first = self._roll_back(bad)
 
-    def _compile(self) -> None:
-        if self._step_fn is not None:
-            return
+    @functools.cached_property
+    def _step(self) -> jax.stages.Compiled:
         context = self.context
         context.say("compiling the training step")
         with context.account.time("compile"):
             step = steps.train_step(
                 self.task.definition, config=context.config.train, task=self.task
             )
-            self._step_fn = step.compile(self.state, self.loader.abstract(), self.frozen)
+            return step.compile(self.state, self.loader.abstract(), self.frozen)
 
     def _steps(self, first: int, last: int) -> None:
         context = self.context
         train = context.config.train
+        make_step = self._step
         label = "step {done}/{total}" if jax.process_index() == 0 else None
         pending: Dispatched | None = None
         with (
@@ -187,7 +185,7 @@ class Session:
                     self.state = dataclasses.replace(self.state, step=self.state.step + 1)
                     metrics = None
                 else:
-                    self.state, metrics = self._step_fn(self.state, batch, self.frozen)
+                    self.state, metrics = make_step(self.state, batch, self.frozen)
                 self._settle(pending)
                 pending = step, metrics
                 if self.profiler.after(step, pending=metrics):
@@ -303,20 +301,21 @@ class Session:
         """The held-out loss after the last step."""
         return self._evaluate() if self.validation is None else self.validation
 
+    @functools.cached_property
+    def _loss(self) -> jax.stages.Compiled:
+        train = self.context.config.train
+        with self.context.account.time("compile"):
+            loss = held_out_loss(self.task, loop=train.loop, loss_chunk=train.loss_chunk)
+            batch = self.loader.place(self.held_out[0])
+            return loss.compile(self.state.params, self.frozen, batch)
+
     def _evaluate(self) -> float:
         """The held-out loss, the mean in nats a token."""
-        account = self.context.account
-        state = (self.state.params, self.frozen)
-        if self._loss is None:
-            with account.time("compile"):
-                train = self.context.config.train
-                loss = held_out_loss(self.task, loop=train.loop, loss_chunk=train.loss_chunk)
-                self._loss = loss.compile(*state, self.loader.place(self.held_out[0]))
         losses = []
         weights = []
-        with account.time("evaluation"):
+        with self.context.account.time("evaluation"):
             for batch in self.held_out:
-                mean = self._loss(*state, self.loader.place(batch))
+                mean = self._loss(self.state.params, self.frozen, self.loader.place(batch))
                 losses.append(float(mean))
                 # padding is not predicted
                 weights.append(batch.predicted.sum() if isinstance(batch, Batch) else 1)
