@@ -115,10 +115,7 @@ class Members:
         """A lost process goes before one that failed, and that before one that crashed: each may
         cause the next.
         """
-        live = {}
-        for process, seen in enumerate(self._seen):
-            if not seen.report.end:
-                live[process] = seen
+        live = {n: seen for n, seen in enumerate(self._seen) if not seen.report.end}
         return self._lost(live, now) or self._ended(live) or self._hanging(live, now)
 
     def _lost(self, live: Live, now: float) -> Verdict | None:

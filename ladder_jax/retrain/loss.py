@@ -3,6 +3,7 @@ hidden streams, and of a model with experts the routers' losses.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +106,7 @@ def loss_sum(
     teacher_streams = {}
     state, extra = student.forward.embed(params, batch.tokens)
     extra = routers.begin() if routers else extra
-    for first, last in zip(boundaries, boundaries[1:]):
+    for first, last in itertools.pairwise(boundaries):
         state, extra = student.layers(state, extra, first, last)
         student_streams[last] = lambda state=state: student.forward.wire.flush(state)
     x = student.forward.finish(params, state, extra)
@@ -128,7 +129,7 @@ def loss_sum(
         state = teacher.forward.begin(lax.stop_gradient(student_streams[shared]()))
     else:
         state, _ = teacher.forward.embed(teacher_params, batch.tokens)
-    for first, last in zip(boundaries, boundaries[1:]):
+    for first, last in itertools.pairwise(boundaries):
         if first >= shared:
             state, _ = teacher.layers(state, None, first, last)
             teacher_streams[last] = teacher.forward.wire.flush(state)

@@ -355,10 +355,5 @@ def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Arra
 
 
 def _replicated(dims: str, layout: Layout) -> tuple[str, ...]:
-    without = {EMULATED}
-    for part in layout.spec(dims):
-        if isinstance(part, str):
-            without.add(part)
-        elif part:
-            without.update(part)
+    without = {EMULATED, *jax.tree.leaves(tuple(layout.spec(dims)))}
     return tuple(axis for axis in layout.own_axes(dims) if axis not in without)
