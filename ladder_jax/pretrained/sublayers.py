@@ -186,6 +186,9 @@ def programs(definition: nn.ModelDef) -> Programs:
         streams, *_ = layer(streams, steps=(step,), wire=wire, contexts=[context])
         return streams
 
+    def advance(*about):
+        return through(Chosen(axes), *about)
+
     def loss(params, streams, targets):
         x = pvary(streams.newest_first[0], axes)
         x = definition.bind("final_norm", params["final_norm"])(x, dtype=dtype)
@@ -254,7 +257,7 @@ def programs(definition: nn.ModelDef) -> Programs:
     products = "Fmm" if fresh else "1Fm"
     return Programs(
         begin=compiled(begin, (definition.dims["embedding"], "BT"), streams),
-        advance=by_stack(functools.partial(through, Chosen(axes)), (streams, ""), streams),
+        advance=by_stack(advance, (streams, ""), streams),
         loss=compiled(loss, (outside, streams, "BT"), ""),
         statistics=compiled(statistics, (streams, ""), (products, "", "F")),
         output_statistics=by_stack(output_statistics, (streams, ""), ("1Fm", "", "F"), layers=2),
