@@ -22,6 +22,7 @@ WIDTH = 120  # of tables where there is no terminal and COLUMNS is not set
 GAP = 2  # spaces between columns, if there is room
 LINE_EVERY = 10.0  # seconds between lines of progress, if standard error is no terminal
 
+Say = Callable[[str], None]  # takes a line
 Update = Callable[[int, str], None]
 
 
@@ -134,7 +135,7 @@ def progress(
     *,
     done: int = 0,
     label: str | None = "{done}/{total}",
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
 ) -> Iterator[Update]:
     """Yields `update(done, text)`, which shows that `done` of `total` steps are finished, and
     `text` beside that.
@@ -166,9 +167,7 @@ def progress(
         )
 
 
-def _progress_lines(
-    total: int, first: int, label_of: Callable[[int], str], say: Callable[[str], None]
-) -> Update:
+def _progress_lines(total: int, first: int, label_of: Callable[[int], str], say: Say) -> Update:
     start = last_line = time.monotonic()
 
     def update(done: int, text: str) -> None:

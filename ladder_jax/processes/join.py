@@ -11,16 +11,15 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ladder_jax.errors import UserError, end_process, error_text
 from ladder_jax.processes.options import CHIPS, ProcessSpec, Timeouts, incomplete
+from ladder_jax.terminal import Say
 
 ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-
-type Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Member:
     """
 
     process: int = 0
-    heartbeat: Callable[[str], None] = lambda doing: None
+    heartbeat: Say = lambda doing: None
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError, end_process
 from ladder_jax.files import AnyPath, absolute, explained, is_remote, kvstore, patiently, read_text
 from ladder_jax.processes.agreement import Agreement
+from ladder_jax.terminal import Say
 from ladder_jax.train import metrics
 from ladder_jax.train.timing import TimeAccount
 
@@ -141,8 +142,8 @@ class RunContext:
     agreement: Agreement
     account: TimeAccount
     stop: StopRequest
-    say: Callable[[str], None]
-    heartbeat: Callable[[str], None]
+    say: Say
+    heartbeat: Say
 
 
 def path_of(config: RunConfig) -> AnyPath:
@@ -220,7 +221,7 @@ def _is_free(folder: AnyPath) -> bool:
 
 
 def locked(
-    folder: AnyPath, *, say: Callable[[str], None], lost: Callable[[str], None] = end_process
+    folder: AnyPath, *, say: Say, lost: Say = end_process
 ) -> contextlib.AbstractContextManager[None]:
     """Holds the lock of `folder`, which is made if it is missing, in a block. Raises UserError if
     another process does. Of a run's processes only the first takes it.
@@ -234,7 +235,7 @@ def locked(
 
 
 @contextlib.contextmanager
-def _file_lock(folder: pathlib.Path, lost: Callable[[str], None]) -> Iterator[None]:
+def _file_lock(folder: pathlib.Path, lost: Say) -> Iterator[None]:
     """The file stays, but of a run that was refused nothing does."""
     done = threading.Event()
 
@@ -275,9 +276,7 @@ def _is_gone(file: pathlib.Path, opened: io.FileIO) -> bool:
 
 
 @contextlib.contextmanager
-def _lease(
-    folder: AnyPath, say: Callable[[str], None], lost: Callable[[str], None]
-) -> Iterator[None]:
+def _lease(folder: AnyPath, say: Say, lost: Say) -> Iterator[None]:
     store = tensorstore.KvStore.open(kvstore(folder)).result()
     done = threading.Event()
     owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
@@ -325,7 +324,7 @@ def _lease(
             store.write(LOCK, None, if_equal=generation).result(RENEWED)
 
 
-def _free(store: tensorstore.KvStore, folder: AnyPath, say: Callable[[str], None]) -> bytes:
+def _free(store: tensorstore.KvStore, folder: AnyPath, say: Say) -> bytes:
     """The generation of a lease that nobody holds, or renews any more."""
     found = store.read(LOCK).result()
     if found.value:  # a local run's lock that was copied here is empty

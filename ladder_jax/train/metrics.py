@@ -12,7 +12,7 @@ import pathlib
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from ladder_jax import files
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError, needed
 from ladder_jax.files import AnyPath, explained, is_remote, patiently
+from ladder_jax.terminal import Say
 
 Row = dict[str, Any]
 NAME = "metrics.jsonl"
@@ -164,7 +165,7 @@ class SmallFiles:
     the end.
     """
 
-    def __init__(self, folder: AnyPath, *, say: Callable[[str], None]):
+    def __init__(self, folder: AnyPath, *, say: Say):
         self.local = folder
         self.say = say
         self._folder = folder

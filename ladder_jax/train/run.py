@@ -4,7 +4,7 @@ result.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import Mesh
@@ -21,6 +21,7 @@ from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import make_mesh, with_ranks
 from ladder_jax.processes.agreement import TIMEOUT, Agreement
+from ladder_jax.terminal import Say
 from ladder_jax.train import checkpoints, folder, timing
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
@@ -53,9 +54,9 @@ def resolve(config: RunConfig) -> RunConfig:
 def run(
     config: RunConfig,
     *,
-    say: Callable[[str], None] = print,
+    say: Say = print,
     profile: range | None = None,
-    heartbeat: Callable[[str], None] = lambda doing: None,
+    heartbeat: Say = lambda doing: None,
     timeout: float = TIMEOUT,
 ) -> Result:
     """Train as `config` says, resuming from the run's last checkpoint; returns the final losses.
