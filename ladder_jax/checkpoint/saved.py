@@ -20,7 +20,7 @@ import jax
 
 from ladder_jax.checkpoint import arrays, manifest
 from ladder_jax.checkpoint.arrays import Abstract, Key, named, shapes_of, stored
-from ladder_jax.config import RunConfig, from_dict, to_dict
+from ladder_jax.config import Json, RunConfig, from_dict, to_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
@@ -80,7 +80,7 @@ class Checkpoint:
     path: AnyPath
     step: int
     config: RunConfig
-    data: dict[str, Any]
+    data: Json
     time: float | None
     validation_loss: float | None
     has_manifest: bool

@@ -17,7 +17,6 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from ladder_jax import remote
 from ladder_jax.checkpoint import arrays, manifest, saved, writing
 from ladder_jax.checkpoint.saved import Texts, open_checkpoint, steps, unfinished_steps
 from ladder_jax.checkpoint.writing import Write
-from ladder_jax.config import RunConfig
+from ladder_jax.config import Json, RunConfig
 from ladder_jax.config.fields import check_type, natural
 from ladder_jax.errors import UserError, unknown, whole
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
@@ -79,7 +78,7 @@ class Store:
         *,
         params: Params,
         optimizer: Params,
-        data: dict[str, Any] | None = None,
+        data: Json | None = None,
         validation_loss: float | None = None,
     ) -> None:
         """Copy the arrays to the host, then write them in the background. Waits first for the

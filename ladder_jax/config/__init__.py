@@ -3,6 +3,7 @@ RunConfig of them.
 """
 
 from ladder_jax.config.load import (
+    Json as Json,
     from_dict as from_dict,
     load as load,
     model_from_dict as model_from_dict,

@@ -16,6 +16,8 @@ from ladder_jax.config.model import PRESETS, ModelConfig, changed, preset_fields
 from ladder_jax.config.run import RunConfig
 from ladder_jax.errors import UserError, unknown
 
+type Json = dict[str, typing.Any]  # a JSON object
+
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
 
@@ -79,7 +81,7 @@ def to_dict(config: object) -> typing.Any:
     return config.value if isinstance(config, enum.Enum) else config
 
 
-def _with_model_of_start(tree: dict[str, typing.Any]) -> dict[str, typing.Any]:
+def _with_model_of_start(tree: Json) -> Json:
     """`tree`, whose section `model` is completed from the model that `train.start` names, if it
     names one.
 

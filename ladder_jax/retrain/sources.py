@@ -9,7 +9,7 @@ from flax import traverse_util
 
 from ladder_jax import residual
 from ladder_jax.checkpoint import Checkpoint
-from ladder_jax.config import START, ModelConfig, RunConfig, to_dict
+from ladder_jax.config import START, Json, ModelConfig, RunConfig, to_dict
 from ladder_jax.config.fields import check
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ class Sources:
     start: OpenedModel | None = None
     teacher: OpenedModel | None = None
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Json:
         """Path and digest of each, for the item `data` of a run's checkpoints."""
         return {
             name: {"path": exact_name(model), "digest": _digest(model)}
@@ -39,8 +39,8 @@ class Sources:
 def of_run(
     config: RunConfig,
     *,
-    recorded: dict[str, Any] | None = None,
-    decided: dict[str, Any] | None = None,
+    recorded: Json | None = None,
+    decided: Json | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Sources:
     """The models that `config` names; of a run that is resumed only those that it still needs.

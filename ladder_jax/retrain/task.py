@@ -4,7 +4,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.sharding import Mesh
 
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
-from ladder_jax.config import START, ModelConfig, RunConfig
+from ladder_jax.config import START, Json, ModelConfig, RunConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
@@ -71,7 +70,7 @@ class Retraining(RetrainPlan):
         return start and f"starting from {sources.exact_name(start)}, {start.config.model.residual}"
 
     @property
-    def sources_record(self) -> dict[str, Any]:
+    def sources_record(self) -> Json:
         return self.sources.record()
 
     def initial(self, *, seed: int) -> tuple[Params, Params]:
@@ -129,7 +128,7 @@ def of_run(
     config: RunConfig,
     *,
     mesh: Mesh,
-    recorded: dict[str, Any] | None,
+    recorded: Json | None,
     agreement: Agreement,
     tokenizer: Tokenizer,
 ) -> Retraining:

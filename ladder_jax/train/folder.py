@@ -23,7 +23,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import tensorstore
@@ -31,7 +30,7 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from ladder_jax import files, remote
-from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
+from ladder_jax.config import Json, ModelConfig, MoEConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError, end_process
@@ -368,7 +367,7 @@ def write_config(context: RunContext) -> None:
     write_json(folder / CONFIG, to_dict(context.config))
 
 
-def write_json(file: AnyPath, value: dict[str, Any], *, indent: int | None = 2) -> None:
+def write_json(file: AnyPath, value: Json, *, indent: int | None = 2) -> None:
     """In process 0 alone."""
     if jax.process_index() == 0:
         text = json.dumps(value, indent=indent) + "\n"

@@ -24,13 +24,12 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any
 
 import jax
 import numpy as np
 
 from ladder_jax.checkpoint import Store
-from ladder_jax.config import OnBadStep, TrainConfig
+from ladder_jax.config import Json, OnBadStep, TrainConfig
 from ladder_jax.data.dataset import DataLoader, read_ahead
 from ladder_jax.data.packing import Batch
 from ladder_jax.errors import RunFailed, Stopped, UserError
@@ -71,7 +70,7 @@ class BadStepPolicy:
     def good(self) -> None:
         self._in_a_row = 0
 
-    def bad(self, step: int, metrics: dict[str, Any]) -> None:
+    def bad(self, step: int, metrics: Json) -> None:
         """Returns if training goes on without this batch; raises RunFailed or RollBack.
 
         metrics: the bad step's, on the host.
@@ -124,7 +123,7 @@ class Session:
     held_out: list[np.ndarray | Batch]
     policy: BadStepPolicy
     store: Store
-    about: dict[str, Any]
+    about: Json
     metrics: Metrics
     throughput: Throughput
     profiler: Profiler
@@ -342,7 +341,7 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or every > 0 and step % every == 0
 
 
-def _reason(metrics: dict[str, Any], *, config: TrainConfig) -> str:
+def _reason(metrics: Json, *, config: TrainConfig) -> str:
     for name in ("loss", "gradient_norm"):
         value = metrics[name]
         if not math.isfinite(value):

@@ -11,12 +11,11 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax.config import RunConfig
+from ladder_jax.config import Json, RunConfig
 from ladder_jax.config.fields import natural
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import PEAKS
@@ -55,11 +54,11 @@ class TimeAccount:
             self._charge()
             self._open.pop()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """For a checkpoint; `go_back` takes it."""
         return {"time": time.time(), "seconds": self.now(), "restarts": self.restarts}
 
-    def go_back(self, saved: dict[str, Any] | None, *, restarts: int) -> None:
+    def go_back(self, saved: Json | None, *, restarts: int) -> None:
         """Continue the account of a checkpoint (None: of the run's beginning); all time since then
         is lost.
         """
@@ -74,7 +73,7 @@ class TimeAccount:
         self._charge()
         return dict(self.seconds)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """began (since 1970), wall_seconds, goodput (their share in steps), seconds and shares by
         part, restarts.
         """
@@ -96,7 +95,7 @@ class TimeAccount:
         self._mark = now
 
 
-def goodput_text(summary: dict[str, Any]) -> str:
+def goodput_text(summary: Json) -> str:
     shares = summary["shares"]
     parts = [f"{words} {shares[part]:.1%}" for part, words in PARTS.items() if shares[part] > 0]
     wall = f"{summary['wall_seconds']:,.0f} s, restarts: {summary['restarts']}"
@@ -179,7 +178,7 @@ class Throughput:
         """A step was not made, so that its tokens have no speed."""
         self._step += 1
 
-    def since_last(self, step: int) -> dict[str, Any]:
+    def since_last(self, step: int) -> Json:
         """tokens (of the whole run), tokens_per_second, data_wait (a share of time), mfu where the
         peak is known.
         """
@@ -200,7 +199,7 @@ class Throughput:
         return row
 
 
-def row_text(row: dict[str, Any]) -> str:
+def row_text(row: Json) -> str:
     """A logged row for the progress bar."""
     loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
     parts = [f"loss {loss}", f"{row['tokens_per_second']:,.0f} tokens/s"]

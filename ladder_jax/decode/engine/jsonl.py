@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ladder_jax import files
-from ladder_jax.config import DecodeConfig
+from ladder_jax.config import DecodeConfig, Json
 from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine.engine import Engine
@@ -43,7 +43,7 @@ class Job:
     digest: str
     id: Any = None
 
-    def line(self, results: Sequence[Result | NoNumbers]) -> dict[str, Any]:
+    def line(self, results: Sequence[Result | NoNumbers]) -> Json:
         """The line of an answer in the file."""
         (result,) = results
         if isinstance(result, NoNumbers):
@@ -145,7 +145,7 @@ def answer(jobs: Sequence[Job], *, file: str, engine_for: Callable[[list[Job]], 
     """
     by_index = {job.index: job for job in jobs}
 
-    def work(left: list[Hashable]) -> Iterator[tuple[Hashable, dict[str, Any]]]:
+    def work(left: list[Hashable]) -> Iterator[tuple[Hashable, Json]]:
         asked = {index: by_index[index].requests for index in left}
         engine = engine_for([by_index[index] for index in left])
         for index, results in answers(engine, asked):
@@ -169,11 +169,11 @@ def digest(*decides: Any) -> str:
 
 def carry_out[Key](
     digests: Mapping[Key, str],
-    work: Callable[[list[Key]], Iterator[tuple[Key, dict[str, Any]]]],
+    work: Callable[[list[Key]], Iterator[tuple[Key, Json]]],
     *,
     file: str | None = None,
     label: str | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """The lines of all keys, in their order. `work` is given the keys that are left, and yields
     each one's line as it has it.
 
@@ -197,7 +197,7 @@ def carry_out[Key](
     return [lines[key] for key in digests]
 
 
-def answered[Key](file: str, digests: Mapping[Key, str]) -> dict[Key, dict[str, Any]]:
+def answered[Key](file: str, digests: Mapping[Key, str]) -> dict[Key, Json]:
     """The lines of `file`, each by the key that it answers. Removes a half-written last line from
     the file.
 

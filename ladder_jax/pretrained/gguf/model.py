@@ -9,11 +9,10 @@ H/2 together.
 import dataclasses
 import functools
 import pathlib
-from typing import Any
 
 import numpy as np
 
-from ladder_jax.config import Biases, Dtype, ModelConfig, RopeScaling
+from ladder_jax.config import Biases, Dtype, Json, ModelConfig, RopeScaling
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.nn import attention
 from ladder_jax.pretrained import tensors
@@ -227,7 +226,7 @@ def _rotate_half_order(stored: Stored, *, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(stored.shape)
 
 
-def _generation(file: File) -> dict[str, Any]:
+def _generation(file: File) -> Json:
     """The special tokens, the only generation settings in a GGUF file. An end-of-turn token also
     ends a text.
     """

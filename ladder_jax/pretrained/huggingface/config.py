@@ -15,6 +15,7 @@ from ladder_jax import residual
 from ladder_jax.config import (
     Biases,
     Dtype,
+    Json,
     ModelConfig,
     MoEConfig,
     QKNorm,
@@ -323,9 +324,7 @@ def check(model: ModelConfig) -> None:
         raise UserError("a model with model.moe.router_bias cannot be written for transformers")
 
 
-def describe(
-    model: ModelConfig, *, dtype: np.dtype, context: int, generation: dict[str, Any]
-) -> dict[str, Any]:
+def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: Json) -> Json:
     """The contents of `config.json`. dtype: of the stored values. context: the longest sequence, in
     tokens.
 
@@ -365,7 +364,7 @@ def describe(
             return config | older
 
 
-def _reads_back(config: dict[str, Any], model: ModelConfig) -> bool:
+def _reads_back(config: Json, model: ModelConfig) -> bool:
     """Whether transformers' own class computes the model, of which `config` is written."""
     # Those classes require that the number of heads divides hidden_size, even if head_dim is set.
     if _told(model)["residual"] != "standard" or model.d_model % model.num_heads:
@@ -376,7 +375,7 @@ def _reads_back(config: dict[str, Any], model: ModelConfig) -> bool:
         return False
 
 
-def _told(model: ModelConfig) -> dict[str, Any]:
+def _told(model: ModelConfig) -> Json:
     """The fields that families write, or leave out where they can have one value only."""
     standard = residual.topology("standard", num_layers=model.num_layers)
     is_standard = residual.of_model(model) == standard
@@ -423,7 +422,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _rope(model: ModelConfig) -> dict[str, Any]:
+def _rope(model: ModelConfig) -> Json:
     scaling = model.rope_scaling
     if scaling is None:
         return {"rope_type": "default"}

@@ -6,12 +6,11 @@ import functools
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import ModelConfig
+from ladder_jax.config import Json, ModelConfig
 from ladder_jax.data.tokenizer import MAIN, json_object
 from ladder_jax.errors import UserError, needed
 from ladder_jax.pretrained import source, tensors
@@ -94,7 +93,7 @@ def _arrays(folder: pathlib.Path, model: ModelConfig) -> dict[Key, Stored]:
     return tensors.arrays(str(folder), model, found, names)
 
 
-def generation_in(folder: pathlib.Path) -> dict[str, Any]:
+def generation_in(folder: pathlib.Path) -> Json:
     """The settings in generation_config.json, if it is there."""
     if _has_file(folder, GENERATION):
         return read_object(folder / GENERATION)
@@ -134,7 +133,7 @@ def _has_file(folder: pathlib.Path, name: str) -> bool:
     return file.is_file()
 
 
-def read_object(file: pathlib.Path) -> dict[str, Any]:
+def read_object(file: pathlib.Path) -> Json:
     """The JSON object in `file`. Raises UserError if it is missing or holds something else."""
     try:
         content = file.read_bytes()
@@ -191,7 +190,7 @@ def write(exported: Source, folder: pathlib.Path) -> None:
     _write_tensors(folder, pending)
 
 
-def _files(exported: Source, described: dict[str, Any]) -> dict[str, bytes]:
+def _files(exported: Source, described: Json) -> dict[str, bytes]:
     """The contents of all files except the weights, by name."""
     files = {**exported.files, CONFIG: _to_json(described)}
     if exported.generation:
@@ -226,5 +225,5 @@ def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
         (folder / INDEX).write_bytes(_to_json(index))
 
 
-def _to_json(value: dict[str, Any]) -> bytes:
+def _to_json(value: Json) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
