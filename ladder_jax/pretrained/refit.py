@@ -30,7 +30,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ from ladder_jax.config import ModelConfig, to_dict
 from ladder_jax.config.fields import check
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn.parameter import stack_of
-from ladder_jax.pretrained.source import Key, Source, Stored, load_layer
+from ladder_jax.pretrained.source import Arrays, Key, Source, Stored, load_layer
 from ladder_jax.pretrained.sublayers import Streams, batches, delays, programs
 from ladder_jax.terminal import progress
 
@@ -307,7 +307,7 @@ class Pass:
         """
         return min(self._delays[layer, index], 2 * layer + index) > 0
 
-    def replace(self, arrays: Mapping[Key, Stored]) -> None:
+    def replace(self, arrays: Arrays) -> None:
         self.source = dataclasses.replace(self.source, arrays={**self.source.arrays, **arrays})
         self._fitted.cache_clear()
 
@@ -414,7 +414,7 @@ def _request(
 
 def _kept(
     file: pathlib.Path, compute: Callable[[], Computed]
-) -> tuple[dict[Key, Stored], tuple[float, float]]:
+) -> tuple[Arrays, tuple[float, float]]:
     """What `compute` returns, from the file of an interrupted run, if it is there; the file is
     written if not. The arrays are read from it when they are asked for, so that the host holds one
     at a time.

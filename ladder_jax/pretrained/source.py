@@ -39,6 +39,9 @@ topology alone.
 """
 EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
+type Shape = tuple[int, ...]
+type Arrays = Mapping[Key, Stored]
+
 
 class Key(NamedTuple):
     """One array: its name in our checkpoints, such as "layers/attention/query", and its layer in
@@ -76,7 +79,7 @@ class Stored:
     dtype: as stored (ml_dtypes has bfloat16). `read` may return a read-only view.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: np.dtype
     read: Callable[[], np.ndarray]
 
@@ -104,7 +107,7 @@ class Source:
 
     path: str
     model: ModelConfig
-    arrays: Mapping[Key, Stored] = dataclasses.field(repr=False)
+    arrays: Arrays = dataclasses.field(repr=False)
     context: int | None = None
     files: Mapping[str, bytes] = dataclasses.field(default=EMPTY, repr=False)
     generation: Mapping[str, Any] = EMPTY
@@ -180,7 +183,7 @@ class Source:
 
 
 def from_file(
-    path: str | pathlib.Path, dtype: np.dtype, shape: tuple[int, ...], *, offset: int
+    path: str | pathlib.Path, dtype: np.dtype, shape: Shape, *, offset: int
 ) -> np.ndarray:
     """Values at `offset` bytes. Raises UserError if the file cannot be read, or is shorter than
     when it was opened.
@@ -207,7 +210,7 @@ def dims(model: ModelConfig) -> dict[str, str]:
     return {name: letters.removeprefix("L") for name, letters in flat.items()}
 
 
-def expected_shapes(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
+def expected_shapes(model: ModelConfig) -> dict[Key, Shape]:
     """The shapes of all arrays of a model, as a Source has them: of one layer, without the
     vocabulary's padding.
     """
@@ -221,7 +224,7 @@ def expected_shapes(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
     return shapes
 
 
-def stored(model: ModelConfig, array_of: Callable[[str], Any]) -> dict[Key, Stored]:
+def stored(model: ModelConfig, array_of: Callable[[str], Any]) -> Arrays:
     """All arrays of a model, of those that `array_of` gives by name: jax's or tensorstore's, of
     layers stacks, with padding of the vocabulary and the experts.
     """
@@ -233,7 +236,7 @@ def stored(model: ModelConfig, array_of: Callable[[str], Any]) -> dict[Key, Stor
     return arrays
 
 
-def _values(array: Any, key: Key, shape: tuple[int, ...]) -> np.ndarray:
+def _values(array: Any, key: Key, shape: Shape) -> np.ndarray:
     if key.layer is not None:
         array = array[key.layer]
     return np.asarray(array)[: shape[0]]

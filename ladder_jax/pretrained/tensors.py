@@ -16,7 +16,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError
 from ladder_jax.nn import parameter
 from ladder_jax.pretrained import source
-from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.source import Arrays, Key, Shape, Source, Stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +47,9 @@ class _Form:
     """
 
     key: Key
-    ours: tuple[int, ...]
+    ours: Shape
     dims: str
-    theirs: tuple[int, ...]
+    theirs: Shape
     names: list[str]
 
     def read(self, tensors: list[Stored], dtype: np.dtype) -> np.ndarray:
@@ -84,7 +84,7 @@ def _forms(model: ModelConfig, names: Names) -> Iterator[_Form]:
         yield _Form(key, ours, dims, theirs, numbered)
 
 
-def _torch_shape(dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
+def _torch_shape(dims: str, ours: Shape) -> Shape:
     """[N x H, D] for our [D, N, H]. Vectors are flat. Tables are [V, D] in both."""
     if not parameter.is_matrix(dims):
         return (math.prod(ours),)
@@ -95,9 +95,7 @@ def _torch_shape(dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
     return (math.prod(ours[inputs:]), math.prod(ours[:inputs]))
 
 
-def arrays(
-    path: str, model: ModelConfig, found: Mapping[str, Stored], names: Names
-) -> dict[Key, Stored]:
+def arrays(path: str, model: ModelConfig, found: Mapping[str, Stored], names: Names) -> Arrays:
     """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another shape.
 
     found: the tensors in the file or folder `path`, by its names, in its layout.

@@ -23,6 +23,7 @@ from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_rank
 from ladder_jax.parallel.collectives import EMULATED
 from ladder_jax.scopes import DATA_GRADIENTS, LOSS, SHARED_GRADIENTS
 
+type Tokens = jax.Array | Batch  # [B, T+1], or packed
 type Scheduled = dict[str, jax.Array]  # what a step computes from its number, before the loss
 type LossAndTerms = tuple[jax.Array, dict[str, jax.Array]]
 
@@ -131,7 +132,7 @@ TrainingTask = Pretraining
 
 def loss_and_gradients(
     definition: ModelDef, **settings: Any
-) -> Callable[[Params, jax.Array | Batch], tuple[jax.Array, Params]]:
+) -> Callable[[Params, Tokens], tuple[jax.Array, Params]]:
     """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to
     be compiled.
 
@@ -142,7 +143,7 @@ def loss_and_gradients(
     config = TrainConfig(**settings)
     compute = task_gradients(Pretraining(definition), config=config)
 
-    def of_all(params: Params, batch: jax.Array | Batch) -> tuple[jax.Array, Params]:
+    def of_all(params: Params, batch: Tokens) -> tuple[jax.Array, Params]:
         (loss, _), gradients = compute(params, {}, batch, {})
         return loss, gradients
 
@@ -206,7 +207,7 @@ def task_gradients(
 
 def mean_loss(
     definition: ModelDef, *, loop: Loop = Loop.SCAN
-) -> Callable[[Params, jax.Array | Batch], jax.Array]:
+) -> Callable[[Params, Tokens], jax.Array]:
     """A compiled (params, tokens [B, T+1] or a Batch) -> mean loss in nats a token, for
     evaluation.
     """
@@ -281,7 +282,7 @@ def _accumulate(
 
 
 @jax.named_scope(LOSS)
-def _num_predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
+def _num_predicted(batch: Tokens, layout: Layout) -> int | jax.Array:
     """How many tokens the whole batch predicts, of which this is a rank's shard."""
     if isinstance(batch, Batch):  # at least 1: a batch may be padding throughout
         predicted = all_reduce(batch.predicted.sum(), layout.batch)
@@ -295,7 +296,7 @@ def _loss_sum(
     task: TrainingTask,
     trained: Params,
     frozen: Params,
-    batch: jax.Array | Batch,
+    batch: Tokens,
     scheduled: Scheduled,
     config: TrainConfig,
 ) -> LossAndTerms:

@@ -18,13 +18,12 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.config import Phase, TrainConfig
 from ladder_jax.config.fields import check_type
-from ladder_jax.data.packing import Batch
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.model_def import check_params
 from ladder_jax.nn.parameter import is_matrix
 from ladder_jax.parallel import Compiled, apart, on_own_mesh
 from ladder_jax.scopes import GRADIENT_NORM
-from ladder_jax.train.gradients import Pretraining, TrainingTask, task_gradients
+from ladder_jax.train.gradients import Pretraining, Tokens, TrainingTask, task_gradients
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +71,7 @@ def train_step(
     schedule = learning_rate(config)
 
     def step(
-        old: TrainState, batch: jax.Array | Batch, frozen: Params | None = None
+        old: TrainState, batch: Tokens, frozen: Params | None = None
     ) -> tuple[TrainState, Metrics]:
         scheduled = task.scheduled(old.step)
         (loss, terms), grads = gradients(old.params, frozen or {}, batch, scheduled)

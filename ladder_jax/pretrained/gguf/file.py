@@ -21,7 +21,7 @@ import numpy as np
 
 from ladder_jax.errors import UserError, needed
 from ladder_jax.pretrained.fields import Fields
-from ladder_jax.pretrained.source import Stored, from_file
+from ladder_jax.pretrained.source import Shape, Stored, from_file
 
 PLAIN = {
     "F32": np.dtype("float32"),
@@ -163,7 +163,7 @@ def _read(header: _Header, where: str) -> File:
     return File(where, fields, stored, frozenset(kinds))
 
 
-def _stored(path: str, shape: tuple[int, ...], kind: Any, offset: int) -> tuple[Stored, int]:
+def _stored(path: str, shape: Shape, kind: Any, offset: int) -> tuple[Stored, int]:
     """The tensor, and how many bytes of the file it takes."""
     dtype = PLAIN.get(kind.name)
     if dtype is None:
@@ -175,9 +175,7 @@ def _stored(path: str, shape: tuple[int, ...], kind: Any, offset: int) -> tuple[
     return stored, stored.nbytes
 
 
-def _dequantised(
-    path: str, kind: Any, shape: tuple[int, ...], *, row: int, offset: int
-) -> np.ndarray:
+def _dequantised(path: str, kind: Any, shape: Shape, *, row: int, offset: int) -> np.ndarray:
     """Values of quantised rows, each of `row` bytes."""
     count = math.prod(shape[:-1])
     out = np.empty((count, shape[-1]), np.float32)

@@ -17,7 +17,7 @@ from ladder_jax.errors import UserError, unknown
 from ladder_jax.nn import attention
 from ladder_jax.pretrained import tensors
 from ladder_jax.pretrained.gguf.file import File, open_file
-from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.source import Arrays, Source, Stored
 from ladder_jax.pretrained.tensors import Names
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -206,7 +206,7 @@ def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | N
     )
 
 
-def _arrays(file: File, model: ModelConfig) -> dict[Key, Stored]:
+def _arrays(file: File, model: ModelConfig) -> Arrays:
     """All arrays of the model. Raises UserError as `tensors.arrays` does."""
     found = {name: one for name, one in file.tensors.items() if name != FACTORS}
     if file.fields["general.architecture"] == INTERLEAVED:

@@ -16,7 +16,7 @@ from ladder_jax.errors import UserError, needed
 from ladder_jax.pretrained import source, tensors
 from ladder_jax.pretrained.fields import Fields
 from ladder_jax.pretrained.huggingface import config, weights
-from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.source import Arrays, Source, Stored
 from ladder_jax.terminal import progress
 
 CONFIG = "config.json"
@@ -71,7 +71,7 @@ def read(folder: pathlib.Path) -> Source:
     )
 
 
-def _arrays(folder: pathlib.Path, model: ModelConfig) -> dict[Key, Stored]:
+def _arrays(folder: pathlib.Path, model: ModelConfig) -> Arrays:
     """Old files contain rotary frequencies, some the table of tied embeddings twice, which is
     compared: transformers 5 would not tie two that differ. Raises UserError as `tensors.arrays`
     does, too.
