@@ -92,13 +92,12 @@ def read(folder: AnyPath, like: Abstract, keys: Sequence[Key] | None = None) -> 
     # neither may hold a yielded array: it would be kept alive
     ahead = collections.deque()
     held = 0
-    for key in keys:
-        name, _ = key
+    for name, layer in keys:
         about = like[name]
         while ahead and held + _size(about) > AHEAD:
             held -= _size(ahead[0][1])
             yield _placed(*ahead.popleft())
-        ahead.append((begin_read(_part_of(stores[name], key), about), about))
+        ahead.append((begin_read(_part_of(stores[name], layer), about), about))
         held += _size(about)
     while ahead:
         yield _placed(*ahead.popleft())
@@ -271,11 +270,11 @@ def write_pieces(
         chunk = _rows(name, array)
         within = database(folder)
         stores[name] = create(within, name, array, chunk=chunk, context=context).result()
-    for key, values in pieces:
-        part = _part_of(stores[key[0]], key)
+    for (name, layer), values in pieces:
+        part = _part_of(stores[name], layer)
         if values.shape != tuple(part.shape):
-            raise ValueError(f"{key[0]} is {values.shape}, not {tuple(part.shape)}")
-        values = np.ascontiguousarray(values, like[key[0]].dtype)
+            raise ValueError(f"{name} is {values.shape}, not {tuple(part.shape)}")
+        values = np.ascontiguousarray(values, like[name].dtype)
         write = part.write(values)
         try:
             write.result()
@@ -285,8 +284,7 @@ def write_pieces(
     (folder / METADATA).write_text(described(shapes), encoding="utf-8")
 
 
-def _part_of(array: tensorstore.TensorStore, key: Key) -> tensorstore.TensorStore:
-    layer = key[1]
+def _part_of(array: tensorstore.TensorStore, layer: int | None) -> tensorstore.TensorStore:
     return array if layer is None else array[layer]
 
 

@@ -49,8 +49,7 @@ def prepare(
     _check_inference(definition)
     if not callable(params):
         return _in_memory(definition, params, loop=loop, quantize=quantize)
-    dtype = definition.config.dtype.value
-    store = functools.partial(_kept, definition.layout, quantize, dtype)
+    store = functools.partial(_kept, definition.layout, quantize, definition.dtype)
     return assemble(definition, params, store, loop=loop)
 
 
@@ -119,7 +118,7 @@ def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.
 def _abstract(definition, quantize, parameter, dims):
     """Of one array, or of a stack, by its dimensions."""
     shape = parameter.shape if dims == parameter.dims else (parameter.layers, *parameter.shape)
-    store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=dims)
+    store = functools.partial(_stored, quantize, definition.dtype, dims=dims)
     stored = jax.eval_shape(store, jax.ShapeDtypeStruct(shape, jnp.float32))
     placed = jax.tree.map(definition.layout.sharding, _stored_dims(quantize, dims))
     return jax.tree.map(lambda a, sharding: a.update(sharding=sharding), stored, placed)
@@ -234,7 +233,7 @@ def _stays(layout, quantize, dtype, array, dims):
 
 def _in_memory(definition, params, *, loop, quantize):
     """A module's arrays at a time; unrolled, a layer's matrices of a stack."""
-    form = definition.layout, quantize, definition.config.dtype.value
+    form = definition.layout, quantize, definition.dtype
     unrolled = stacks(definition.config) if loop is Loop.UNROLLED else {}
     stored = {}
     for name, part in params.items():

@@ -158,7 +158,7 @@ def programs(definition: nn.ModelDef) -> Programs:
     axes = layout.tensor
     width = config.d_model
     topology = residual.of_model(config)
-    dtype = jnp.dtype(config.dtype.value)
+    dtype = definition.dtype
     fresh = any(topology.fresh)
     # of a converted layer, if there is any
     converted = residual.topology(config.residual, num_layers=1)

@@ -65,9 +65,8 @@ class Agreement:
                 late = "DEADLINE_EXCEEDED" in str(error)
                 if not late:
                     raise
-            reports = {}
-            for name, value in self._client.key_value_dir_get(f"{key}/"):
-                reports[int(name.rpartition("/")[2])] = json.loads(value)
+            told = self._client.key_value_dir_get(f"{key}/")
+            reports = {int(name.rpartition("/")[2]): json.loads(value) for name, value in told}
             if self._process == 0:  # all have read the round before
                 self._client.key_value_delete(f"{self._name}/{number - 1}/")
         except jax.errors.JaxRuntimeError as error:  # the coordination service is gone

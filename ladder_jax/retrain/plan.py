@@ -102,7 +102,7 @@ class RetrainPlan:
 
         def copy_for_teacher(source):
             found = {name: self._parts(source)[name] for name in self._teacher_parts}
-            dtype = jnp.dtype(self.definition.config.dtype.value)
+            dtype = self.definition.dtype
             cast = lambda a, dims: jnp.copy(a.astype(dtype) if parameter.is_rounded(dims) else a)
             return jax.tree.map(cast, found, self.frozen_dims["teacher"])
 
