@@ -237,24 +237,23 @@ def _in_memory(definition, params, *, loop, quantize):
     unrolled = stacks(definition.config) if loop is Loop.UNROLLED else {}
     stored = {}
     for name, part in params.items():
-        arrays, structure = jax.tree.flatten(part)
+        leaves, structure = jax.tree.flatten(part)
+        arrays = dict(enumerate(leaves))
         dims = jax.tree.leaves(definition.dims[name])
         layers = range(len(unrolled.get(name, ())))
-        each = [at for at, one in enumerate(dims) if layers and is_matrix(one)]
+        each = [at for at in arrays if layers and is_matrix(dims[at])]
         if each:
             convert = _converter(*form, tuple(dims[at].removeprefix("L") for at in each))
             taken = tuple(arrays[at] for at in each)
             converted = zip(*(convert(taken, layer) for layer in layers), strict=True)
-            for at, of_layers in zip(each, converted, strict=True):
-                arrays[at] = of_layers
-        others = set(range(len(arrays))).difference(each)
+            arrays.update(zip(each, converted, strict=True))
+        others = [at for at in arrays if at not in each]
         changes = [at for at in others if not _stays(*form, arrays[at], dims[at])]
         if changes:
             convert = _converter(*form, tuple(dims[at] for at in changes))
             changed = convert(tuple(arrays[at] for at in changes), None)
-            for at, array in zip(changes, changed, strict=True):
-                arrays[at] = array
-        stored[name] = structure.unflatten(arrays)
+            arrays.update(zip(changes, changed, strict=True))
+        stored[name] = structure.unflatten(arrays.values())
     return stored
 
 

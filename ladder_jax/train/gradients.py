@@ -334,15 +334,13 @@ def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
         return gradients
     leaves, tree = jax.tree.flatten(gradients)
     last = jax.tree.leaves(gradients.get("embedding", gradients))[0]
-    delayed = []
+    delayed = {}
     for index, of_leaf in enumerate(jax.tree.leaves(dims)):
         shared = set(_replicated(of_leaf, layout)) & set(layout.tensor)
         if shared or leaves[index] is last:
-            delayed.append(index)
-    tied = lax.optimization_barrier([leaves[index] for index in delayed])
-    for index, leaf in zip(delayed, tied):
-        leaves[index] = leaf
-    return tree.unflatten(leaves)
+            delayed[index] = leaves[index]
+    tied = dict(enumerate(leaves)) | lax.optimization_barrier(delayed)
+    return tree.unflatten(tied.values())
 
 
 def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
