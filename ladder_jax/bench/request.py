@@ -9,7 +9,7 @@ from ladder_jax.config import (
     check_fits_mesh,
     check_halves,
 )
-from ladder_jax.config.fields import check, natural
+from ladder_jax.config.fields import check, natural, not_none
 from ladder_jax.config.run import check_tensor
 from ladder_jax.schedule import models
 
@@ -101,7 +101,7 @@ def make(
     """
     shape = models.by_name(model)
     models.check_alone(shape, verb="bench")
-    settings = {name: value for name, value in numbers.items() if value is not None}
+    settings = not_none(numbers)
     for option, field, text in (
         ("batch", "batches", batch),
         ("interleave", "interleaves", interleave),

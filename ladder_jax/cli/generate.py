@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ladder_jax import terminal
 from ladder_jax.config import Interleave
+from ladder_jax.config.fields import not_none
 from ladder_jax.errors import UserError
 from ladder_jax.files import PIPE, check_writable, is_pipe
 
@@ -135,7 +136,7 @@ def open_asked(args: argparse.Namespace, *, settings: Iterable[str]) -> Asked:
     saved = open_model(
         args.checkpoint, ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks
     )
-    changes = {name: value for name in settings if (value := getattr(args, name)) is not None}
+    changes = not_none({name: getattr(args, name) for name in settings})
     changed = dataclasses.replace(saved.config.decode, **changes)
     return Asked(args, saved, saved.tokenizer(), changed)
 

@@ -7,6 +7,7 @@ import json
 import os
 import reprlib
 import typing
+from collections.abc import Mapping
 
 from ladder_jax.errors import UserError, described, unknown
 
@@ -69,6 +70,11 @@ def check(condition: bool, message: str) -> None:
     """Raises UserError with `message` where the condition fails."""
     if not condition:
         raise UserError(message)
+
+
+def not_none[T](settings: Mapping[str, T | None]) -> dict[str, T]:
+    """Those that are not None."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def natural(text: str) -> int:

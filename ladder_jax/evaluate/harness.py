@@ -27,6 +27,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from ladder_jax.config.fields import not_none
 from ladder_jax.decode import Request
 from ladder_jax.decode.request import CHOOSING, ends
 from ladder_jax.errors import RunFailed, UserError, one_line, unknown
@@ -147,10 +148,10 @@ class LadderJax(TemplateLM):
         """As the harness's model `hf` reads its settings. Raises UserError for what would be
         ignored.
         """
-        given = {name: value for name, value in settings.items() if value is not None}
-        if given.get("do_sample"):
-            given.setdefault("temperature", 1.0)
-        settings = normalize_gen_kwargs(given, self.max_gen_toks)
+        settings = not_none(settings)
+        if settings.get("do_sample"):
+            settings.setdefault("temperature", 1.0)
+        settings = normalize_gen_kwargs(settings, self.max_gen_toks)
         new = settings.pop("max_gen_toks")
         stop = [one for one in settings.pop("until") if one]
         sampled = {name: settings.pop(name) for name in CHOOSING if name in settings}

@@ -21,7 +21,7 @@ from ladder_jax.config import (
     recipe,
     to_dict,
 )
-from ladder_jax.config.fields import check, fit
+from ladder_jax.config.fields import check, fit, not_none
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.grouped import Experts, Form
@@ -126,25 +126,25 @@ def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
     parsed = targets.parse(target)
     config = models.by_name(model)
     models.check_alone(config, verb="overlap")
-    given = {name: value for name, value in options.items() if value is not None}
+    options = not_none(options)
     decodes = phase is Phase.DECODE
-    prompt = given.get("prompt_length", 1024)
-    experts = given.get("experts", ExpertParallelism.REDUCE)
+    prompt = options.get("prompt_length", 1024)
+    experts = options.get("experts", ExpertParallelism.REDUCE)
     defaults = dict(
         loop=Loop.SCAN if phase is Phase.TRAIN else Loop.UNROLLED,
         layers=config.num_layers,
-        tensor=max(1, parsed.count // given.get("fsdp", 1)),
+        tensor=max(1, parsed.count // options.get("fsdp", 1)),
         batch=16 if decodes else 1,
         prompt_length=prompt,
         context=2048,
     )
     settled = dict(
-        capacity=exchange_capacity(given.get("capacity"), config=config, experts=experts),
+        capacity=exchange_capacity(options.get("capacity"), config=config, experts=experts),
         shape=None if model in PRESETS else config,
     )
     if not decodes:
-        settled["context"] = max(given.get("context", 0), prompt)
-    request = Request(target=parsed, model=model, phase=phase, **{**defaults, **given, **settled})
+        settled["context"] = max(options.get("context", 0), prompt)
+    request = Request(target=parsed, model=model, phase=phase, **{**defaults, **options, **settled})
     check_request(request)
     return request
 

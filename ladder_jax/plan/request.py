@@ -23,7 +23,7 @@ from ladder_jax.config import (
     parse_residual,
     to_dict,
 )
-from ladder_jax.config.fields import check, passes
+from ladder_jax.config.fields import check, not_none, passes
 from ladder_jax.predict.work import TRAINING, Block, Model
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
@@ -74,8 +74,7 @@ def make(
     """A checked request. model: as in `schedule.models.by_name`. Raises UserError for an invalid
     request.
     """
-    changes = {"residual": residual, "num_layers": layers}
-    changes = {name: value for name, value in changes.items() if value is not None}
+    changes = not_none({"residual": residual, "num_layers": layers})
     config = dataclasses.replace(models.by_name(model), **changes)
     if capacity is not None:
         check(

@@ -14,7 +14,7 @@ from ladder_jax.config import (
     check_halves,
     parse_residual,
 )
-from ladder_jax.config.fields import check, passes
+from ladder_jax.config.fields import check, not_none, passes
 from ladder_jax.config.run import check_tensor
 from ladder_jax.errors import unknown
 from ladder_jax.overlap.request import exchange_capacity
@@ -107,19 +107,19 @@ def make(
     shape = models.by_name(model)
     machine = machines.load(hardware)
     models.check_alone(shape, verb="predict")
-    given = {name: value for name, value in options.items() if value is not None}
+    options = not_none(options)
     phase = phase or GENERATE
     if phase not in PHASES:
         raise unknown("phase", phase, PHASES)
     for name, phases in OF_PHASES.items():
         option = f"--{name.replace('_', '-')}"
         belongs = f"{option} belongs to --phase {' and '.join(phases)}, not {phase}"
-        check(name not in given or phase in phases, belongs)
+        check(name not in options or phase in phases, belongs)
     check(
-        given.get("new_tokens") != 1,
+        options.get("new_tokens") != 1,
         "--new-tokens must be at least 2, not 1: the first one is the prefill's",
     )
-    experts = given.get("experts", ExpertParallelism.REDUCE)
+    experts = options.get("experts", ExpertParallelism.REDUCE)
     shared = shape.moe is not None and shape.moe.shared_width
     every = (*RESIDUALS, *(EXPERT_RESIDUALS if shared else ()))
     request = Request(
@@ -129,7 +129,7 @@ def make(
         residuals=every if residual is None else tuple(residual.split(",")),
         phase=None if phase == GENERATE else Phase(phase),
         capacity=exchange_capacity(capacity, config=shape, experts=experts),
-        **{"tensor": machine.devices, **given},
+        **{"tensor": machine.devices, **options},
     )
     check_tensor(shape, tensor=request.tensor, devices=machine.devices, where=machine.name)
     if residual is None:

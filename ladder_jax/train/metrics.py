@@ -19,6 +19,7 @@ import jax
 
 from ladder_jax import files
 from ladder_jax.config import RunConfig, to_dict
+from ladder_jax.config.fields import not_none
 from ladder_jax.errors import RunFailed, UserError, needed
 from ladder_jax.files import AnyPath, explained, is_remote, patiently
 from ladder_jax.terminal import Say
@@ -137,9 +138,7 @@ class WandB:
             ) from None
 
     def add(self, row: Row) -> None:
-        self._run.log(
-            {key: value for key, value in row.items() if value is not None}, step=row["step"]
-        )
+        self._run.log(not_none(row), step=row["step"])
 
     def close(self) -> None:
         if self._run is not None:

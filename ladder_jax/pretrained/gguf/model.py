@@ -13,6 +13,7 @@ import pathlib
 import numpy as np
 
 from ladder_jax.config import Biases, Dtype, Json, ModelConfig, RopeScaling
+from ladder_jax.config.fields import not_none
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.nn import attention
 from ladder_jax.pretrained import tensors
@@ -239,4 +240,4 @@ def _generation(file: File) -> Json:
         "eos_token_id": ends or None,
         "pad_token_id": token("padding"),
     }
-    return {name: number for name, number in tokens.items() if number is not None}
+    return not_none(tokens)
