@@ -247,11 +247,13 @@ def _exchange(task: Task, steps: Sequence[Step], program: Program) -> Iterator[S
         )
 
     parts = [exchanged(part) for part in _parts(task, program)]
-    return _exchange_turns(steps, *parts) if len(parts) == 2 else _exchange_slots(steps, *parts)
+    yield from (_exchange_turns if len(parts) == 2 else _exchange_slots)(steps, *parts)
+    yield Slot(transfers=parts[-1].output_of(steps[-1]))
+    yield Slot(_between(parts[-1], steps[-1], None))
 
 
 def _exchange_turns(steps: Sequence[Step], first: Exchanged, second: Exchanged) -> Iterator[Slot]:
-    """The slots of two halves in turn, each beside the messages of the other."""
+    """The slots of two halves in turn, each beside the messages of the other, but the last one's."""
     yield Slot(first.norm)
     yield Slot(transfers=first.input_of(steps[0]))
     padded = (None, *steps, None)
@@ -260,13 +262,11 @@ def _exchange_turns(steps: Sequence[Step], first: Exchanged, second: Exchanged) 
             # of the other half: the first half is one step ahead
             before, following = padded[at : at + 2]
             yield from _sublayer(own, step, own.shared, other, before=before, following=following)
-    yield Slot(transfers=second.output_of(steps[-1]))
-    yield Slot(second.collect)
 
 
 def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
-    """The slots of a topology's steps, in their order: each beside the messages of its neighbours,
-    if it does without them.
+    """The slots of a topology's steps, in their order, but the last one's output: each beside the
+    messages of its neighbours, if it does without them.
     """
     ready = False  # whether the step before has brought this one's input
     for before, step, following in zip((None, *steps), steps, (*steps[1:], None)):
@@ -287,8 +287,6 @@ def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
         ready = following is not None and following.reads_added
         following = following if ready else None
         yield from _sublayer(part, step, shared, part, before=before, following=following)
-    yield Slot(transfers=part.output_of(steps[-1]))
-    yield Slot(_between(part, steps[-1], None))
 
 
 def _sublayer(
