@@ -20,7 +20,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.parallel import Compiled, make_mesh
-from ladder_jax.schedule.targets import Target
+from ladder_jax.schedule.targets import COMPILERS, Target
 
 
 def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
@@ -64,9 +64,8 @@ def training(definition: nn.ModelDef, *, config: TrainConfig) -> tuple[Compiled,
 
 def compiler(target: Target) -> str:
     """The compiler's name and version."""
-    kind = {"tpu": "libtpu", "cuda": "jax-cuda", "cpu": "jaxlib"}[target.platform]
-    versions = python.versions("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "jaxlib")
-    return next(f"{name} {found}" for name, found in versions.items() if name.startswith(kind))
+    found = python.versions(*COMPILERS[target.platform])
+    return next(f"{name} {version}" for name, version in found.items())
 
 
 def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:

@@ -58,6 +58,12 @@ GPUS = {
     "b200": dict(name="NVIDIA B200", compute=10, cores=148, clock=1.965, cache=126 * 2**20),
 }
 KINDS = (*HARDWARE, "cpu")
+COMPILERS = {
+    "tpu": ("libtpu",),
+    "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
+    "cpu": ("jaxlib",),
+}
+"""By platform, the packages of which one holds the compiler."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,16 +197,12 @@ def not_installed(target: Target) -> str | None:
     """
     if target.platform == "cpu":
         return None
-    found = python.versions("jax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
-    jax = found.pop("jax")
+    jax, *found = python.versions("jax", *COMPILERS[target.platform]).values()
     if target.platform == "tpu":
-        return (
-            None if "libtpu" in found else f"libtpu is not installed: pip install 'jax[tpu]=={jax}'"
-        )
-    version = found.get("jax-cuda13-plugin") or found.get("jax-cuda12-plugin")
-    if version is None:
+        return None if found else f"libtpu is not installed: pip install 'jax[tpu]=={jax}'"
+    if not found:
         plugins = f"jax-cuda13-plugin=={jax} jax-cuda13-pjrt=={jax}"
         return f"the CUDA plugin is not installed: pip install --no-deps {plugins}"
-    if version != jax:
-        return f"the jax-cuda plugin {version} does not fit jax {jax}: install that version"
+    if found[0] != jax:
+        return f"the jax-cuda plugin {found[0]} does not fit jax {jax}: install that version"
     return None
