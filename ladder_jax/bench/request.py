@@ -99,8 +99,7 @@ def make(
     """A checked request. numbers: its other fields; None gives a default. Raises UserError for an
     invalid request.
     """
-    shape = models.by_name(model)
-    models.check_alone(shape, verb="bench")
+    shape = models.by_name(model, verb="bench")
     settings = not_none(numbers)
     for option, field, text in (
         ("batch", "batches", batch),

@@ -75,7 +75,7 @@ def make(
     request.
     """
     changes = not_none({"residual": residual, "num_layers": layers})
-    config = dataclasses.replace(models.by_name(model), **changes)
+    config = dataclasses.replace(models.by_name(model, verb="plan"), **changes)
     if capacity is not None:
         check(
             config.moe is not None,
@@ -83,7 +83,6 @@ def make(
         )
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity=capacity))
         changes["moe.capacity"] = capacity
-    models.check_alone(config, verb="plan")
     check(tokens % sequence == 0, f"--tokens {tokens} are not a multiple of --sequence {sequence}")
     check(
         config.ranks is not None or not parse_residual(config.residual).depends_on_ranks,

@@ -104,9 +104,8 @@ def make(
     The arguments are those of `ladder-jax predict`, by name: options are further fields of
     `Request`. None gives a default: all devices, all residuals that can be predicted.
     """
-    shape = models.by_name(model)
+    shape = models.by_name(model, verb="predict")
     machine = machines.load(hardware)
-    models.check_alone(shape, verb="predict")
     options = not_none(options)
     phase = phase or GENERATE
     if phase not in PHASES:

@@ -9,12 +9,20 @@ from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import local_path
 
 
-def by_name(name: str) -> ModelConfig:
+def by_name(name: str, *, verb: str) -> ModelConfig:
     """A preset's, a configuration file's, or that of a model in any format: see
     `pretrained.model_config`.
 
-    Imports jax only for the last. Raises UserError for an unknown name.
+    Imports jax only for the last. Raises UserError for an unknown name, and for a model with a side
+    network, whose matrices the verb's formulas do not have.
     """
+    config = _by_name(name)
+    if config.side is not None:
+        raise UserError(f"ladder-jax {verb} does not count a side network (model.side)")
+    return config
+
+
+def _by_name(name: str) -> ModelConfig:
     if name in PRESETS:
         return preset(name)
     path = local_path(name)
@@ -47,14 +55,6 @@ def variant(
         ranks=ranks if parse_residual(residual).depends_on_ranks else None,
         moe=moe if capacity is None else dataclasses.replace(moe, capacity=capacity),
     )
-
-
-def check_alone(config: ModelConfig, *, verb: str) -> None:
-    """Raises UserError for a model with a side network, whose matrices the verb's formulas do not
-    have.
-    """
-    if config.side is not None:
-        raise UserError(f"ladder-jax {verb} does not count a side network (model.side)")
 
 
 @dataclasses.dataclass(frozen=True)
