@@ -285,14 +285,12 @@ def fit_one_shot(measured: Sequence[Reduced]) -> Kernel:
 
 
 def _non_negative(rows: Sequence[Sequence[float]], measured: Sequence[Reduced]) -> list[float]:
-    """The constants by which `rows` come nearest to the measured seconds; the last one's is of a
-    byte.
+    """The constants by which `rows` come nearest to the measured seconds, of growing sizes; the last
+    one's is of a byte.
     """
     from scipy.optimize import nnls
 
-    widest = [one for one in measured if one.ranks == measured[-1].ranks]
-    small = min(widest, key=lambda one: one.bytes)
-    large = max(widest, key=lambda one: one.bytes)
+    small, *_, large = (one for one in measured if one.ranks == measured[-1].ranks)
     seconds = np.array([one.seconds for one in measured])
     # Columns are scaled to about 1, because bytes and seconds differ by orders of magnitude; rows
     # are divided by their times, for relative errors.
