@@ -246,7 +246,7 @@ class Model:
 
         split: ranks over which sequence parallelism splits the stream, and so the norms' positions.
         """
-        own = dataclasses.replace(block, tokens=block.tokens / split) if split > 1 else block
+        own = dataclasses.replace(block, tokens=block.tokens / split)
         launches = self._launches(block)
         joint = ATTENTION in sublayers and len(sublayers) > 1
         one_product = joint and self.implementation.fused
