@@ -107,19 +107,17 @@ class Collective:
         return {name: getattr(self, name) for name in fields}
 
 
-def find(program: Program, *, costs: Costs) -> list[Collective]:
-    """All collectives that run: computation by computation, each in issue order."""
-    mesh = mesh_of(program)
+def find(costs: Costs) -> list[Collective]:
+    """All collectives of the program that run: computation by computation, each in issue order."""
+    mesh = mesh_of(costs.program)
     return [
         _measure(form, computation, costs, mesh)
-        for computation in scheduled(program)
+        for computation in scheduled(costs.program)
         for form in forms(computation)
     ]
 
 
-def beside(
-    found: Iterable[Collective], *, program: Program, costs: Costs
-) -> Iterator[tuple[int, Instruction]]:
+def beside(found: Iterable[Collective], *, costs: Costs) -> Iterator[tuple[int, Instruction]]:
     """The instructions in the windows of these collectives, and how often each runs; an instruction
     in two windows counts once.
     """
@@ -127,7 +125,7 @@ def beside(
     for name, index in dict.fromkeys(
         (one.computation, index) for one in messages for index in range(one.issued + 1, one.awaited)
     ):
-        computation = program.computations[name]
+        computation = costs.program.computations[name]
         yield costs.trips[computation], computation.instructions[index]
 
 

@@ -156,7 +156,7 @@ def read(
         if not isinstance(of_one, numbers.Real) or not of_one > 0:
             raise UserError(f"sublayer_flops of {name} must be above 0, not {described(of_one)}")
     costs = Costs(program, experts=experts)
-    found = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
+    found = rings.joined(collectives.find(costs), costs=costs)
     ours = found if flops else []  # programs whose layers may gather their weights
     gathers = [c for c in ours if _moves_layer_weights(c, GATHER, "all-gather")]
     scatters = [c for c in ours if _moves_layer_weights(c, SCATTER, "reduce-scatter")]
@@ -192,7 +192,7 @@ def read(
     every = lambda role, group: tuple(judged(role, one) for one in group)
     reductions = every(Role.REDUCTION, reduced)
     hidden = [r.collective for r in reductions if r.hidden]
-    beside = collectives.beside(hidden, program=program, costs=costs)
+    beside = collectives.beside(hidden, costs=costs)
     return Report(
         reductions=reductions,
         others=every(Role.OTHER, others),

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from ladder_jax.schedule import collectives
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import Costs, Flops
-from ladder_jax.schedule.hlo import Program
 from ladder_jax.scopes import RING_GATHER, RING_SCATTER
 
 HALF = 0.5  # of an n-th of the matmul, beside each message
@@ -24,7 +23,7 @@ def covered(ring: Collective) -> bool:
     return all(0 < enough <= one.flops.total() for one in ring.permutes)
 
 
-def joined(found: Sequence[Collective], *, program: Program, costs: Costs) -> list[Collective]:
+def joined(found: Sequence[Collective], *, costs: Costs) -> list[Collective]:
     """`found` with a ring, where its first permute was, in place of the permutes of each collective
     matmul.
     """
@@ -32,7 +31,7 @@ def joined(found: Sequence[Collective], *, program: Program, costs: Costs) -> li
     for one in found:
         groups[_scope(one) or id(one)].append(one)
     return [
-        _ring(key, group, program, costs) if isinstance(key, str) else group[0]
+        _ring(key, group, costs) if isinstance(key, str) else group[0]
         for key, group in groups.items()
     ]
 
@@ -45,13 +44,13 @@ def _scope(one: Collective) -> str:
     return one.op_name[: one.op_name.rfind(own) + len(own)] if own in one.op_name else ""
 
 
-def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs) -> Collective:
+def _ring(scope: str, permutes: list[Collective], costs: Costs) -> Collective:
     messages = sum(one.executions for one in permutes)
     runs = max(1, round(messages / max(1, permutes[0].ranks - 1)))
-    matmul = costs.flops_of(program.entry.instructions, scope=scope).total()
+    matmul = costs.flops_of(costs.program.entry.instructions, scope=scope).total()
     flops = Flops()
     cycles = 0
-    for trips, instruction in collectives.beside(permutes, program=program, costs=costs):
+    for trips, instruction in collectives.beside(permutes, costs=costs):
         for sublayer, count in costs.flops_of([instruction]).items():
             flops[sublayer] += trips * count / runs
         cycles += trips * costs.cycles(instruction)

@@ -51,7 +51,7 @@ def play(
     experts: the model's (see `cost.Costs`).
     """
     costs = Costs(program, experts=experts)
-    player = _Player(costs, hardware, ranks, find(program, costs=costs))
+    player = _Player(costs, hardware, ranks, find(costs))
     player.run(program.entry)
     return sorted(player.bars, key=lambda bar: bar.start)
 
