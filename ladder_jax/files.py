@@ -23,6 +23,7 @@ from ladder_jax.errors import RunFailed, UserError, error_text, needed
 
 if TYPE_CHECKING:
     from etils import epath
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -316,6 +317,18 @@ def write(file: AnyPath, blocks: Iterable[bytes], *, sync: bool = False) -> None
                 os.fsync(out.fileno())
 
     write_atomically(str(file), write_blocks)
+
+
+def panels(
+    rows: int, columns: int, *, size: tuple[float, float], **shared: bool
+) -> tuple["Figure", list["Axes"]]:
+    """A figure of so many inches, and its panels, row by row, without frames on top and right."""
+    figure, axes = pyplot().subplots(
+        rows, columns, figsize=size, squeeze=False, layout="constrained", **shared
+    )
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes.flat)
 
 
 def write_picture(file: str, figure: "Figure") -> None:

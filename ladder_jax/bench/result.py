@@ -260,20 +260,17 @@ def _plot(answer: Result, *, file: str) -> None:
     columns = len(request.batches)
     names = [one.name for one in request.variants]
     size = (1.6 + columns * max(1.8, 0.8 * len(names)), 3.5)
-    figure, axes = files.pyplot().subplots(
-        1, columns, figsize=size, squeeze=False, layout="constrained"
-    )
-    for axis, batch in zip(axes[0], request.batches):
+    figure, axes = files.panels(1, columns, size=size)
+    for axis, batch in zip(axes, request.batches):
         rows = [row for row in answer.rows if row["batch"] == batch]
         keys = ("tokens_per_second", "tokens_per_second_min", "tokens_per_second_max")
         heights, *ends = (np.array([row[key] for row in rows]) for key in keys)
         bars = axis.bar(names, heights, yerr=np.abs(ends - heights), capsize=4)
         axis.bar_label(bars, map(number, heights), padding=2)
         axis.margins(y=0.15)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params("x", rotation=30)
         axis.set_title(f"batch {batch}")
-    axes[0, 0].set_ylabel("tokens/s")
+    axes[0].set_ylabel("tokens/s")
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
     figure.suptitle(f"{answer.title}: {shape}")
     files.write_picture(file, figure)

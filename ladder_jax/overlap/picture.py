@@ -76,15 +76,12 @@ def drawn(request: Request) -> dict[str, Request]:
 
 def plot(request: Request, *, file: str) -> None:
     """Draw the forward pass of layers 1 and 2 (of 0 to 3). The file's ending sets the format."""
-    plt = files.pyplot()
     from matplotlib.patches import Patch
 
     panels = {name: _two_layers(bars) for name, bars in timelines(request).items()}
     size = (11, 2.1 * len(panels) + 1.2)
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
-    )
-    for axis, (name, bars) in zip(axes[:, 0], panels.items()):
+    figure, axes = files.panels(len(panels), 1, size=size, sharex=True)
+    for axis, (name, bars) in zip(axes, panels.items()):
         end = max(bar.stop for bar in bars)
         axis.barh(1, end * MS, color=WAIT, height=0.6)
         axis.barh(
@@ -98,8 +95,7 @@ def plot(request: Request, *, file: str) -> None:
         waiting = max(0.0, end - busy) / end
         axis.set_title(f"{name}: two layers in {end * MS:.2f} ms, waiting {waiting:.0%}")
         axis.set_yticks([0, 1], ["communication", "compute"])
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("ms")
+    axes[-1].set_xlabel("ms")
     legend = [Patch(color=colour, label=label) for label, colour in LEGEND.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
     asked = f"{request.model}, {request.phase.value}, tensor {request.tensor}"

@@ -34,7 +34,7 @@ def _plot(answer: Result, *, file: str) -> None:
     request = answer.request
     names = [row.residual for row in answer.rows]
     size = (11, 1.7 + 0.38 * len(names))
-    figure, axes = files.pyplot().subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    figure, axes = files.panels(1, 2, size=size, sharey=True)
     for axis, phase in zip(axes, ("step", "prefill")):
         passes = [getattr(row.speed, phase) for row in answer.rows]
         seconds = np.array([1e3 * one.seconds for one in passes])
@@ -47,7 +47,6 @@ def _plot(answer: Result, *, file: str) -> None:
         axis.bar_label(bars, map(number, seconds), padding=3)
         axis.margins(x=0.15)
         axis.set_xlabel(f"ms of a {'decode step' if phase == 'step' else 'prefill'}")
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
     asked = f"{request.model}, tensor {request.tensor}, batch {request.batch}"
     figure.suptitle(f"{asked} on {request.machine.name}: predicted (analytic)", x=0.01, ha="left")
