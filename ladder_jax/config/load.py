@@ -58,12 +58,10 @@ def from_dict(tree: dict) -> RunConfig:
     check_type("a configuration", tree, dict)
     model = tree.get("model")
     if isinstance(model, dict):
-        rest = {key: value for key, value in model.items() if key != "preset"}
-        base = preset_fields(str(model["preset"])) if "preset" in model else {}
-        tree = {
-            **tree,
-            "model": build(ModelConfig, changed(base, rest), "model.", more=("preset",)),
-        }
+        rest = dict(model)
+        base = preset_fields(str(rest.pop("preset"))) if "preset" in rest else {}
+        model = build(ModelConfig, changed(base, rest), "model.", more=("preset",))
+        tree = {**tree, "model": model}
     return build(RunConfig, tree, "")
 
 
@@ -136,12 +134,11 @@ def _set(tree: dict, override: str) -> None:
         raise UserError(f"override {override!r} is not of the form path.to.field=value")
     *sections, field = dotted.split(".")
     for section in sections:
-        below = tree.setdefault(section, {})
-        if below is None:
-            below = tree[section] = {}
-        if not isinstance(below, dict):
+        if tree.get(section) is None:
+            tree[section] = {}
+        tree = tree[section]
+        if not isinstance(tree, dict):
             raise UserError(f"override {override!r}: {section!r} is a single value")
-        tree = below
     try:
         value = parse_yaml(text, what=override)
     except UserError:
