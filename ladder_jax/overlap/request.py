@@ -220,13 +220,14 @@ def sublayer_flops(request: Request, *, form: Form = Form.KERNELS) -> dict[str, 
     form: of the experts' matmuls. Expanded, every (token, choice) row passes all of the device's
         experts.
     """
-    shard = models.shard(request.config, ranks=request.tensor)
-    moe = request.config.moe
+    config = request.config
+    shard = models.shard(config, ranks=request.tensor)
+    moe = config.moe
     per_token = shard.active_mlp
     if moe is not None and form is Form.EXPANDED:
-        held = -(-moe.experts // request.tensor)
+        held = moe.padded(request.tensor) // request.tensor
         own = moe.top_k / request.tensor
-        per_token += 3 * shard.d_model * moe.expert_width * (moe.top_k * held - own)
+        per_token += 3 * config.d_model * moe.expert_width * (moe.top_k * held - own)
     tokens = request.tokens / request.interleave
     attention = 2 * tokens * shard.attention
     mlp = 2 * tokens * per_token
@@ -238,7 +239,8 @@ def active_flops(request: Request) -> float:
     times the matrices that it passes, forward, and in training twice more backward; the head, of a
     prompt its last position only.
     """
-    shard = models.shard(request.config, ranks=request.tensor)
+    config = request.config
     scored = request.tokens if request.trains else request.batch
-    layers = request.tokens * models.active_layers(request.config, ranks=request.tensor)
-    return (3 if request.trains else 1) * 2 * (layers + scored * shard.vocabulary * shard.d_model)
+    layers = request.tokens * models.active_layers(config, ranks=request.tensor)
+    head = scored * models.shard(config, ranks=request.tensor).vocabulary * config.d_model
+    return (3 if request.trains else 1) * 2 * (layers + head)

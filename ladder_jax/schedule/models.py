@@ -63,55 +63,42 @@ class Shard:
     counts on each.
 
     queries: columns of the query projection. keys: columns of the key projection, and of the value
-        projection.
-    features: hidden features of the MLP that the device holds. vocabulary: rows of the embedding
-    table, including padding. With experts: `features` are those of all its experts and of the
-    shared one, `active` those that a token passes, in the mean over the devices; router: matrix
-    elements, on every device.
+    projection. vocabulary: rows of the embedding table, including padding.
+    attention: matrix elements of an attention sublayer: query, key, value and output projections.
+    mlp: those of an MLP sublayer, gate, up and down; of all the device's experts and of the shared
+    one, and of the router, which is on every device. active_mlp: those of them that multiply a
+    token, in the mean over the devices.
     """
 
     queries: int
     keys: int
-    features: int
     vocabulary: int
-    d_model: int
-    active: float
-    router: int = 0
-
-    @property
-    def attention(self) -> int:
-        """Matrix elements of an attention sublayer: query, key, value and output projections."""
-        return self.d_model * (2 * self.queries + 2 * self.keys)
-
-    @property
-    def mlp(self) -> int:
-        """Matrix elements of an MLP sublayer: gate, up and down, and a router's."""
-        return 3 * self.d_model * self.features + self.router
-
-    @property
-    def active_mlp(self) -> float:
-        """Those of them that multiply a token."""
-        return 3 * self.d_model * self.active + self.router
+    attention: int
+    mlp: int
+    active_mlp: float
 
 
 def shard(config: ModelConfig, *, ranks: int) -> Shard:
     """`ranks` must divide the model (see `config.check_fits_mesh`)."""
     moe = config.moe
+    d_model = config.d_model
+    queries = config.num_heads // ranks * config.head_dim
+    keys = max(1, config.num_kv_heads // ranks) * config.head_dim
     if moe is None:
-        mlp = dict(features=config.d_ff // ranks, active=config.d_ff // ranks)
+        features = active = config.d_ff // ranks
+        router = 0
     else:
         shared = moe.shared_width // ranks
-        mlp = dict(
-            features=-(-moe.experts // ranks) * moe.expert_width + shared,
-            active=moe.top_k * moe.expert_width / ranks + shared,
-            router=config.d_model * moe.experts,
-        )
+        features = moe.padded(ranks) // ranks * moe.expert_width + shared
+        active = moe.top_k * moe.expert_width / ranks + shared
+        router = d_model * moe.experts
     return Shard(
-        queries=config.num_heads // ranks * config.head_dim,
-        keys=max(1, config.num_kv_heads // ranks) * config.head_dim,
+        queries,
+        keys,
         vocabulary=-(-config.vocab_size // (128 * ranks)) * 128,
-        d_model=config.d_model,
-        **mlp,
+        attention=2 * d_model * (queries + keys),
+        mlp=3 * d_model * features + router,
+        active_mlp=3 * d_model * active + router,
     )
 
 
