@@ -226,6 +226,10 @@ def test_ratios_are_of_rounds():
     assert halves.verdict == [
         "standard in two halves prefills 2.00x standard [2.00, 4.00] at batch 1"
     ]
+    of_halves = fabricated(*samples, interleaves=(2,))
+    assert of_halves.verdict == [
+        "ladder in two halves prefills 2.00x standard in two halves [2.00, 4.00] at batch 1"
+    ]
     alone = fabricated((1, (1,), (4,)), residuals=("ladder",))
     assert alone.verdict == alone.ratios == []
 

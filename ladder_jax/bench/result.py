@@ -132,7 +132,7 @@ class Result:
                 continue
             row = {
                 **dataclasses.asdict(one.variant),
-                "against": baseline.residual,
+                "against": baseline.name,
                 "batch": one.batch,
             }
             for phase in ("prefill", "decode", "total"):
