@@ -93,9 +93,8 @@ def test_every_kind_of_source(tmp_path):
     with gzip.open(folder / "d" / "e.jsonl.gz", "wt") as file:
         file.write(lines(["four", "five"]))
     rows = [f"row {index}" for index in range(50)]
-    parquet.write_table(
-        pyarrow.table({"text": rows, "n": range(50)}), folder / "f.parquet", row_group_size=7
-    )
+    table = {"text": pyarrow.array(rows, pyarrow.string_view()), "n": range(50)}
+    parquet.write_table(pyarrow.table(table), folder / "f.parquet", row_group_size=7)
     (folder / "g.md").write_text("")
     (folder / "h.md").write_text("last")
     (folder / "._c.jsonl").write_bytes(b"\0\5\x16\7")  # macOS's, beside c.jsonl

@@ -97,7 +97,7 @@ def _column(table: str, field: str, modified: int):
         raise UserError(f"{table}: no column {field!r} (--field names it): there is {names}")
     feature = features[field]
     kind = getattr(feature, "dtype", feature)
-    if kind not in ("string", "large_string"):
+    if kind not in ("string", "large_string", "string_view"):
         raise UserError(f"{table}: the column {field!r} holds {kind}, not text")
     if whole.features is None:
         features = library.Features({field: text})
