@@ -169,17 +169,9 @@ class Pieces:
 
     def __call__(self, keys: Sequence[Key]) -> Iterator[jax.Array]:
         checkpoint = self.checkpoint
-        definition = self.definition
-        there = checkpoint.compare("params", definition.abstract)
-        dims = named(definition.dims)
-        abstract = named(definition.abstract)
-        like = {}
-        for name in {name for name, _ in keys}:
-            letters = dims[name].removeprefix("L")
-            shape = abstract[name].shape[-len(letters) :]
-            dtype = there[name].dtype
-            sharding = definition.layout.sharding(letters)
-            like[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        there = checkpoint.compare("params", self.definition.abstract)
+        pieces = self.definition.pieces
+        like = {name: pieces[name].update(dtype=there[name].dtype) for name, _ in keys}
         with _reading(checkpoint.path):
             yield from arrays.read(checkpoint.path / "params", like, keys)
 

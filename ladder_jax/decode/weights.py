@@ -117,7 +117,9 @@ def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.
 
 def _abstract(definition, quantize, parameter, dims):
     """Of one array, or of a stack, by its dimensions."""
-    shape = parameter.shape if dims == parameter.dims else (parameter.layers, *parameter.shape)
+    shape = parameter.piece.shape
+    if dims != parameter.dims:
+        shape = (parameter.layers, *shape)
     store = functools.partial(_stored, quantize, definition.dtype, dims=dims)
     stored = jax.eval_shape(store, jax.ShapeDtypeStruct(shape, jnp.float32))
     placed = jax.tree.map(definition.layout.sharding, _stored_dims(quantize, dims))
@@ -133,7 +135,7 @@ def needed_bytes(
     done = most = 0
     for one in _parameters(definition):
         size = shard_bytes(_abstract(definition, quantize, one, one.dims))
-        read = 4 * one.share
+        read = shard_bytes(one.piece)
         # what is stored as it is read is not made again
         beside = read if size != read else 0
         # its stack is allocated before the first layer is read
@@ -177,15 +179,13 @@ def _check_inference(definition):
 class _Parameter(NamedTuple):
     """An array, or a stack of one for every layer.
 
-    dims, shape: without L. layers: how many a stack has; of an array outside the layers 0.
-    share: how many of its values a device holds.
+    dims, piece: without L. layers: how many a stack has; of an array outside the layers 0.
     """
 
     name: str
     dims: str
-    shape: tuple[int, ...]
+    piece: jax.ShapeDtypeStruct
     layers: int
-    share: int
 
     def is_stacked(self, loop: Loop) -> bool:
         """Unrolled, a matrix is no slice of a stack: it would be copied before its matmul."""
@@ -194,15 +194,12 @@ class _Parameter(NamedTuple):
 
 def _parameters(definition):
     """The largest arrays first: then the least is held beside them."""
-    arrays = traverse_util.flatten_dict(definition.abstract, sep="/")
     found = []
     for name, dims in traverse_util.flatten_dict(definition.dims, sep="/").items():
         layers = len(stacks(definition.config).get(name.partition("/")[0], ()))
-        shape = arrays[name].shape[1 if layers else 0 :]
-        dims = dims.removeprefix("L")
-        share = math.prod(definition.layout.sharding(dims).shard_shape(shape))
-        found.append(_Parameter(name, dims, shape, layers, share))
-    return sorted(found, key=lambda one: -one.share)
+        piece = definition.pieces[name]
+        found.append(_Parameter(name, dims.removeprefix("L"), piece, layers))
+    return sorted(found, key=lambda one: -shard_bytes(one.piece))
 
 
 def _arranged(parameters, make, *, loop):

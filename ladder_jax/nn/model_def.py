@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -142,6 +142,18 @@ class ModelDef:
     def abstract(self) -> Params:
         """Shape, dtype and sharding of every parameter (jax.ShapeDtypeStruct)."""
         return {name: parameter.abstract(m, layout=self.layout) for name, m in self.modules.items()}
+
+    @functools.cached_property
+    def pieces(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """As `abstract`, by each parameter's path, such as "layers/mlp/up"; of stacks, of one
+        layer.
+        """
+        found = traverse_util.flatten_dict(self.abstract, sep="/")
+        for name, dims in traverse_util.flatten_dict(self.dims, sep="/").items():
+            if dims.startswith("L"):
+                sharding = self.layout.sharding(dims[1:])
+                found[name] = found[name].update(shape=found[name].shape[1:], sharding=sharding)
+        return found
 
     @functools.cached_property
     def modules(self) -> dict[str, nnx.Module]:

@@ -301,21 +301,16 @@ def reader(source: Source, definition: nn.ModelDef) -> Reader:
 
     The engine casts or quantizes each array before the next is read.
     """
-    letters_of = traverse_util.flatten_dict(definition.dims, sep="/")
-    abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
 
     def place(key: Key) -> jax.Array:
         """Padded with zeros to the shape in `definition`. The host holds the array and its
         shards.
         """
         key = Key(*key)
-        letters = letters_of[key.name].removeprefix("L")
-        shape = abstract[key.name].shape[-len(letters) :]
+        piece = definition.pieces[key.name]
         dtype = source.dtypes[key.name]
         values = source.arrays[key].read()
-        return meshes.place(
-            lambda index: _copy(values[index], dtype), shape, definition.layout.sharding(letters)
-        )
+        return meshes.place(lambda index: _copy(values[index], dtype), piece.shape, piece.sharding)
 
     return lambda keys: map(place, keys)
 

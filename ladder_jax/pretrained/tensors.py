@@ -114,7 +114,7 @@ def arrays(path: str, model: ModelConfig, found: Mapping[str, Stored], names: Na
                     f"{path!r}: {name} is {one.shape}, but {form.theirs} by its configuration"
                 )
         dtypes = {one.dtype for one in tensors}
-        dtype = np.dtype(functools.reduce(jnp.promote_types, dtypes))
+        dtype = functools.reduce(jnp.promote_types, dtypes)
         read = functools.partial(form.read, tensors, dtype)
         arrays[form.key] = Stored(form.ours, dtype, read)
     if rest:
