@@ -171,9 +171,7 @@ def abstract_state(
     parameter.
     """
     task = task or Pretraining(definition)
-    place = lambda a, dims: jax.ShapeDtypeStruct(
-        a.shape, a.dtype, sharding=definition.layout.sharding(dims)
-    )
+    place = lambda a, dims: a.update(sharding=definition.layout.sharding(dims))
     shapes = jax.eval_shape(_first(config, task), task.abstract)
     return jax.tree.map(place, shapes, state_dims(config=config, task=task))
 
