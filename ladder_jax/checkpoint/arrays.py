@@ -47,9 +47,8 @@ Key = tuple[str, int | None]
 
 def named(tree: Any) -> dict[str, Any]:
     """A nested dict's arrays by name."""
-    is_array = lambda leaf: hasattr(leaf, "shape")
     arrays = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_array):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         arrays[name] = leaf
     return arrays

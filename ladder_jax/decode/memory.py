@@ -33,8 +33,6 @@ def free_memory(device: jax.Device, *, devices: int) -> int | None:
         content = file.read_text() if file.exists() else ""
         if line := re.search(r"MemAvailable:\s+(\d+) kB", content):  # without swapping
             return int(line[1]) * 1024 // devices
-        if "SC_PHYS_PAGES" not in os.sysconf_names:
-            return None
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
     return (device.memory_stats() or {}).get("bytes_limit")
 
