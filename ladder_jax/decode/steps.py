@@ -93,8 +93,12 @@ def prefill(
         interleave=interleave,
     )
 
+    layout = definition.layout
+    zeros = lambda shape, dtype, dims: pvary(jnp.zeros(shape, dtype), layout.own_axes(dims))
+
     def local(params, tokens, lengths):
-        caches = empty_cache(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
+        of_rank = dict(rows=tokens.shape[0], capacity=capacity, shares=layout.ranks)
+        caches = _caches(definition, zeros, loop=loop, **of_rank)
         x, caches = nn.hidden(
             definition,
             weights.by_layer(definition, params, loop=execution.loop),
@@ -363,16 +367,6 @@ def padded_length(length: int, *, positions: int) -> int:
     return min(max(UNIT, 1 << (length - 1).bit_length()), positions)
 
 
-def empty_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Caches:
-    """On one rank: zeros for `rows` rows of at least `capacity` positions, one cache a layer, or
-    stacked for a scan.
-    """
-    layout = definition.layout
-    zeros = lambda shape, dtype, dims: pvary(jnp.zeros(shape, dtype), layout.own_axes(dims))
-    of_rank = dict(rows=rows, capacity=capacity, shares=layout.ranks)
-    return _caches(definition, zeros, loop=loop, **of_rank)
-
-
 @functools.cache
 def make_cache(
     definition: ModelDef, *, rows: int, capacity: int, loop: Loop
@@ -384,7 +378,7 @@ def make_cache(
 
 
 def cache_dims(definition: ModelDef, *, loop: Loop) -> Caches:
-    """The dimensions of `empty_cache`'s arrays."""
+    """The dimensions of the caches' arrays: one cache a layer, or stacked for a scan."""
     return _caches(definition, lambda shape, dtype, dims: dims, loop=loop, rows=1, capacity=1)
 
 
