@@ -161,7 +161,7 @@ def part_dims(definition: ModelDef, *, below: int) -> Params:
 def join_parts(parts: Params) -> Params:
     """The inverse of `RetrainPlan._parts`."""
     stacks = [parts[name] for name in (LOWER, LAYERS) if name in parts]
-    joined = stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *stacks)
+    joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *stacks)
     joined = {**{name: part for name, part in parts.items() if name != LOWER}, LAYERS: joined}
     return with_side(joined, joined[SIDE]) if SIDE in joined else joined
 
