@@ -87,8 +87,9 @@ class Store:
         step = whole("step", step, least=0)
         self.wait()
         writing.quieten()
-        about = dict(step=step, data=data or {}, validation_loss=validation_loss)
-        texts = saved.texts(self._config, **about)
+        texts = saved.texts(
+            self._config, step=step, data=data or {}, validation_loss=validation_loss
+        )
         items = {"params": params, "optimizer": optimizer}
         items = jax.tree.map(jnp.asarray, items)  # a caller's may be NumPy's
 

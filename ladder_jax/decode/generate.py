@@ -122,11 +122,15 @@ class Generator:
             row[: len(prompt)] = prompt
         ends, settings = jax.device_put((lengths, settings), definition.layout.sharding("B"))
 
-        sizes = dict(
-            capacity=positions, chunk=config.prefill_chunk, interleave=config.interleave.parts
-        )
         logits, caches = steps.prefill_in_chunks(
-            definition, self.params, padded, lengths, **sizes, **form
+            definition,
+            self.params,
+            padded,
+            lengths,
+            capacity=positions,
+            chunk=config.prefill_chunk,
+            interleave=config.interleave.parts,
+            **form,
         )
         seen = steps.seen_in(definition)(padded, lengths)
         token, logprob = steps.sample_first(definition, choice=choice)(logits, settings, ends, seen)

@@ -97,8 +97,14 @@ def prefill(
     zeros = lambda shape, dtype, dims: pvary(jnp.zeros(shape, dtype), layout.own_axes(dims))
 
     def local(params, tokens, lengths):
-        of_rank = dict(rows=tokens.shape[0], capacity=capacity, shares=layout.ranks)
-        caches = _caches(definition, zeros, loop=loop, **of_rank)
+        caches = _caches(
+            definition,
+            zeros,
+            loop=loop,
+            rows=tokens.shape[0],
+            capacity=capacity,
+            shares=layout.ranks,
+        )
         x, caches = nn.hidden(
             definition,
             weights.by_layer(definition, params, loop=execution.loop),

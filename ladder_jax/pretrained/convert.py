@@ -194,8 +194,13 @@ def _with_layers(args: dict, model: ModelConfig, layers: str | None) -> ModelCon
     dtype = args["dtype"]
     if dtype:
         model = dataclasses.replace(model, dtype=dtype, residual_dtype=dtype)
-    choice = dict(ladder_layers=layers, residual=args["residual"], ranks=args["ranks"])
-    model = formats.with_ladder_layers(model, **choice, name=args["source"])
+    model = formats.with_ladder_layers(
+        model,
+        ladder_layers=layers,
+        residual=args["residual"],
+        ranks=args["ranks"],
+        name=args["source"],
+    )
     if layers == ALL:
         return dataclasses.replace(model, ladder_layers=None)
     return model

@@ -206,8 +206,9 @@ def open_model(
             called = path.absolute().name
         run = FolderConfig(name=called)
         config = RunConfig(model=weights.model, train=weights.train_config, run=run)
-    choice = dict(ladder_layers=ladder_layers, residual=residual, ranks=ranks)
-    model = with_ladder_layers(config.model, **choice, name=shown)
+    model = with_ladder_layers(
+        config.model, ladder_layers=ladder_layers, residual=residual, ranks=ranks, name=shown
+    )
     config = dataclasses.replace(config, model=model)
     opened = OpenedModel(shown, path, config, weights, identifier is not None)
     if ladder_layers is not None:

@@ -162,8 +162,16 @@ class Transformer(nn.Transformer):
                 )
             files = huggingface.tokenizer_files(folder)
             generation = huggingface.generation_in(folder)
-        about = self.context, files, generation, self.refit, self.decode
-        return Source("the model in memory", self.config, arrays, *about)
+        return Source(
+            "the model in memory",
+            self.config,
+            arrays,
+            self.context,
+            files,
+            generation,
+            self.refit,
+            self.decode,
+        )
 
 
 def from_pretrained(

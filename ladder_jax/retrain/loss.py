@@ -116,8 +116,15 @@ def loss_sum(
         penalty, named = routers.penalty(extra, batch, scheduled=scheduled, config=config)
         penalties = [penalty]
     if plan.teacher is None:
-        settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
-        total = nn.loss_sum(definition, params, x, batch.targets, **settings)
+        total = nn.loss_sum(
+            definition,
+            params,
+            x,
+            batch.targets,
+            weights=batch.weights,
+            z_loss=config.z_loss,
+            chunk=config.loss_chunk,
+        )
         return sum(penalties, total), named
 
     shared_params = frozen.get("model", {}) if plan.shares_weights else {}

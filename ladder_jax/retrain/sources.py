@@ -76,8 +76,12 @@ def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
     """The teacher's model: its checkpoint's, with the topology of distill.residual."""
     if sources.teacher is None:
         return None
-    dtypes = dict(dtype=config.model.dtype, residual_dtype=config.model.residual_dtype)
-    model = dataclasses.replace(sources.teacher.config.model, **dtypes, side=None)
+    model = dataclasses.replace(
+        sources.teacher.config.model,
+        dtype=config.model.dtype,
+        residual_dtype=config.model.residual_dtype,
+        side=None,
+    )
     if config.distill.residual is None:
         return model
     return dataclasses.replace(

@@ -98,8 +98,15 @@ class Pretraining:
         chosen = self.routers.begin() if scheduled else None
         state, chosen, _ = run.layers(state, chosen, params=trained)
         x = run.finish(trained, state)
-        settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
-        loss = nn.loss_sum(self.definition, trained, x, batch.targets, **settings)
+        loss = nn.loss_sum(
+            self.definition,
+            trained,
+            x,
+            batch.targets,
+            weights=batch.weights,
+            z_loss=config.z_loss,
+            chunk=config.loss_chunk,
+        )
         if not scheduled:  # by the routers
             return loss, {}
         penalty, terms = self.routers.penalty(chosen, batch, scheduled=scheduled, config=config)
@@ -316,10 +323,13 @@ def _loss_sum(
         rows = Targets(inputs, targets, weights, segments)
         return task.loss_sum(trained, frozen, rows, scheduled=scheduled, config=config)
 
-    dims = dict(in_dims=(task.trained_dims, task.frozen_dims, "BT", ""), out_dims=("", ""))
-    return over_ranks(local, layout=task.definition.layout, **dims)(
-        trained, frozen, batch, scheduled
+    on_ranks = over_ranks(
+        local,
+        layout=task.definition.layout,
+        in_dims=(task.trained_dims, task.frozen_dims, "BT", ""),
+        out_dims=("", ""),
     )
+    return on_ranks(trained, frozen, batch, scheduled)
 
 
 def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:

@@ -204,8 +204,13 @@ def _task(context: RunContext, mesh: Mesh, checkpoint: Checkpoint | None) -> Tra
     if not config.retrains:
         return Pretraining(nn.define(config.model, mesh=mesh, experts=config.mesh.experts))
     recorded = checkpoint.data.get("sources", {}) if checkpoint else None
-    about = dict(agreement=context.agreement, tokenizer=context.tokenizer)
-    return retrain.of_run(config, mesh=mesh, recorded=recorded, **about)
+    return retrain.of_run(
+        config,
+        mesh=mesh,
+        recorded=recorded,
+        agreement=context.agreement,
+        tokenizer=context.tokenizer,
+    )
 
 
 @contextlib.contextmanager

@@ -111,8 +111,10 @@ def _keep_if_good(
     weight = 1 / count.astype(jnp.float32)
     moved = mean + weight * (loss - mean)
     mean = jnp.where(good, moved, mean)
-    counted = dict(step=new.step, mean_loss=mean, good_steps=old.good_steps + good)
-    return dataclasses.replace(kept, **counted), {**metrics, BAD: ~good}
+    counted = dataclasses.replace(
+        kept, step=new.step, mean_loss=mean, good_steps=old.good_steps + good
+    )
+    return counted, {**metrics, BAD: ~good}
 
 
 def adamw(config: TrainConfig, *, dims: Params) -> optax.GradientTransformation:

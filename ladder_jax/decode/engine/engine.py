@@ -243,8 +243,13 @@ class Engine:
 
     def stats(self) -> Stats:
         with self._changed:
-            counts = dict(self._finished), self._prompt_tokens, self._new_tokens
-            return Stats(len(self._queue), len(self._running), *counts)
+            return Stats(
+                queued=len(self._queue),
+                running=len(self._running),
+                finished=dict(self._finished),
+                prompt_tokens=self._prompt_tokens,
+                new_tokens=self._new_tokens,
+            )
 
     def _serve(self):
         while True:

@@ -77,8 +77,8 @@ def read(
 
     def job(fields: Any, _: int, index: int) -> Job:
         given = _given(fields)
-        own = dict(tokenizer=tokenizer, stop_ids=given.get("stop_ids"))
-        settings = {**given, **ends(given.get("stop", stop), **own)}
+        own = ends(given.get("stop", stop), tokenizer=tokenizer, stop_ids=given.get("stop_ids"))
+        settings = {**given, **own}
         prompt = tokenizer.encode(fields["prompt"])
         request = Request.of(prompt, config=defaults, index=index, **settings)
         check_prompts([request.prompt], vocab_size=vocab_size)

@@ -87,9 +87,14 @@ class Slots:
         lengths = np.array([length], np.int32)
         settings = Settings.like(request, rows=1)
         # The row's caches are only as long as the bucket.
-        form = dict(capacity=bucket, **self._read, **self._form)
         logits, caches = yield from steps.prefill_chunks(
-            self._definition, self._params, padded, lengths, **form
+            self._definition,
+            self._params,
+            padded,
+            lengths,
+            capacity=bucket,
+            **self._read,
+            **self._form,
         )
         seen = steps.seen_in(self._definition)(padded, lengths)
         token, logprob = steps.sample_first(self._definition)(logits, settings, lengths, seen)
