@@ -46,8 +46,9 @@ class Generator:
         self.definition, params = parts_of(model, params)
         self.loop = member(Loop, "loop", loop)
         self.quantize = member(Quantize, "quantize", quantize)
-        form = dict(loop=self.loop, quantize=self.quantize)
-        self.params = weights.prepare(self.definition, params, **form)
+        self.params = weights.prepare(
+            self.definition, params, loop=self.loop, quantize=self.quantize
+        )
 
     def pieces(
         self, request: Request, *, decoder: Decoder | None = None, config: DecodeConfig = DEFAULT

@@ -49,8 +49,12 @@ class Job:
         if isinstance(result, NoNumbers):
             answer = {"text": None, "finish_reason": "error", "error": str(result)}
         else:
-            counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.tokens)}
-            answer = {"text": result.text, "finish_reason": result.finish, **counts}
+            answer = {
+                "text": result.text,
+                "finish_reason": result.finish,
+                "prompt_tokens": result.prompt_tokens,
+                "new_tokens": len(result.tokens),
+            }
         named = {} if self.id is None else {"id": self.id}
         return {"index": self.index, **named, **answer, "request": self.digest}
 
