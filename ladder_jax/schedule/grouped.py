@@ -73,26 +73,17 @@ class Experts:
 class Grouped:
     """One kernel.
 
-    rows, matrices: how many it computes and reads. elements: of one expert's matrix. bytes: between
-    main memory and the cores. tile: rows that are computed at once.
+    flops: of its rows. tiled: of all that is computed, where an expert's last tile is whole too.
+    bytes: between main memory and the cores.
     """
 
-    rows: float
-    matrices: float
-    elements: int
+    flops: int
+    tiled: float
     bytes: float
-    tile: int
-
-    @property
-    def flops(self) -> int:
-        return round(2 * self.rows * self.elements)
 
     def seconds(self, hardware: Hardware) -> float:
-        """The longer of computing, where an expert's last tile is whole too, and of reading, at
-        published rates.
-        """
-        computed = self.rows + self.matrices * (self.tile - 1)
-        return max(2 * computed * self.elements / hardware.flops, self.bytes / hardware.bandwidth)
+        """The longer of computing and of reading, at published rates."""
+        return max(self.tiled / hardware.flops, self.bytes / hardware.bandwidth)
 
 
 def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | None:
@@ -118,9 +109,11 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
     moved = sum(one.in_memory * share(one) for one in read)
     # Gradients are written whole: those of experts that nobody chose are zero.
     moved += sum(one.in_memory * (share(one) if len(one.dims) == 2 else 1) for one in written)
-    tile = re.search(r'ragged_dot_tiling="(\d+),', instruction.attributes)
     elements = sum(math.prod(one.dims[1:]) for one in matrices)
-    return Grouped(active, chosen, elements, moved, int(tile[1]) if tile else 1)
+    # rows that are computed at once
+    tile = re.search(r'ragged_dot_tiling="(\d+),', instruction.attributes)
+    computed = active + chosen * (int(tile[1]) - 1 if tile else 0)
+    return Grouped(round(2 * active * elements), 2 * computed * elements, moved)
 
 
 def _floats(arrays: Iterable[Array]) -> list[Array]:
