@@ -14,7 +14,7 @@ computes as many: those of E / R experts, whose matrices are all read.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ladder_jax.config import Dtype, ModelConfig
 from ladder_jax.predict.machine import Machine
@@ -31,34 +31,27 @@ DENSE = 3
 FLOAT32 = 4  # bytes
 # kernels, by name: after a gather, or before a scatter
 RINGED = ("query, key, value", "gate, up", "out", "down")
-
-
-@dataclasses.dataclass(frozen=True)
-class Launches:
-    """Numbers of kernels.
-
-    norm: of a norm. matmul: of a matrix product. rotate: of rotary embeddings and of writes to the
-        cache.
-    attend: of scores, softmax and values. activate: of the MLP's activation.
-    join: of the addition of a joint step's two partial sums. last: after the last layer.
-    route: of a router, from its logits to the sorted rows' places.
-    """
-
-    norm: int = 1
-    matmul: int = 1
-    rotate: int = 2
-    attend: int = 3
-    activate: int = 1
-    join: int = 1
-    last: int = 10
-    route: int = 12
+MATMULS = (*RINGED, "experts' gate, up", "experts' down")
+LAUNCHES = {
+    "norm": 1,
+    "rotate": 2,  # rotary embeddings, and writes to the cache
+    "attend": 4,  # scores, softmax and values
+    "activate": 1,
+    "join": 1,
+    "router": 12,  # from its logits to the sorted rows' places
+    "sort": 1,
+    "add up": 1,
+    "head": 10,  # all after the last layer
+    **dict.fromkeys(MATMULS, 1),
+}
+"""Numbers of device kernels, by the name of what they compute; of any other none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """How a program runs the model: padding, replication, repeated reads, kernels.
 
-    launches: kernels per operation. one_row: likewise for a single token, where a compiler fuses
+    launches: as LAUNCHES. one_row: likewise for a single token, where a compiler fuses
         matrix products with their neighbours.
     replicated_head: embedding and head are whole on every rank, and need no communication.
     scores_all: logits of all positions of a prompt, not of the last one.
@@ -74,8 +67,8 @@ class Implementation:
         or the loss.
     """
 
-    launches: Launches
-    one_row: Launches
+    launches: Mapping[str, int] = dataclasses.field(hash=False)
+    one_row: Mapping[str, int] = dataclasses.field(hash=False)
     replicated_head: bool = False
     scores_all: bool = False
     padded_cache: bool = False
@@ -86,7 +79,7 @@ class Implementation:
     small_all_reduces: int = 0
 
 
-OURS = Implementation(launches=Launches(attend=4), one_row=Launches(attend=4), small_all_reduces=2)
+OURS = Implementation(LAUNCHES, one_row=LAUNCHES, small_all_reduces=2)
 """This library's programs. The launches were counted in the H100 schedule of a decode step without
 communication: 9 in attention, 4 in an MLP, 10 elsewhere (`ladder-jax overlap --target h100:8
 --residual no-communication --phase decode`). Those of experts in that of qwen3-30b-a3b, whose
@@ -96,8 +89,8 @@ grouped matmuls are kernels: 18, of them 12 before rows are sorted.
 TRAINING = dataclasses.replace(OURS, scores_all=True, small_all_reduces=3)
 
 AUTHORS = Implementation(
-    launches=Launches(matmul=2),
-    one_row=Launches(activate=0),
+    LAUNCHES | {"attend": 3} | dict.fromkeys(MATMULS, 2),
+    one_row=LAUNCHES | {"attend": 3, "activate": 0},
     replicated_head=True,
     scores_all=True,
     padded_cache=True,
@@ -159,7 +152,6 @@ class Block:
 class Kernel:
     """flops: of matrix products. weights, activations, cache: bytes moved; of the cache as many as
     take its time.
-    launches: number of device kernels.
     """
 
     name: str
@@ -167,7 +159,6 @@ class Kernel:
     weights: float = 0.0
     cache: float = 0.0
     activations: float = 0.0
-    launches: float = 0.0
 
     @property
     def size(self) -> float:
@@ -247,22 +238,18 @@ class Model:
         split: ranks over which sequence parallelism splits the stream, and so the norms' positions.
         """
         own = dataclasses.replace(block, tokens=block.tokens / split)
-        launches = self._launches(block)
         joint = ATTENTION in sublayers and len(sublayers) > 1
         one_product = joint and self.implementation.fused
         one_norm = one_product or (joint and self.config.residual == "parallel-shared-norm")
         kernels: list[Kernel] = []
         for index, sublayer in enumerate(sublayers):
             if index == 0 or (joint and not one_norm):
-                kernels.append(
-                    self._norm(own, launches.norm, gains=len(sublayers) if one_norm else 1)
-                )
+                kernels.append(self._norm("norm", own, gains=len(sublayers) if one_norm else 1))
             if sublayer == ATTENTION:
                 kernels += self._attention(block)
             elif self.config.moe is None or sublayer == DENSE:
-                kernels += self._mlp(
-                    block, self.config.d_ff, first=0 if one_product else launches.matmul
-                )
+                first = "fused gate, up" if one_product else "gate, up"
+                kernels += self._mlp(block, self.config.d_ff, first=first)
             else:
                 if sublayer == MLP:
                     kernels += self.routed(block)
@@ -270,15 +257,13 @@ class Model:
                 if sublayer == SHARED or self.config.residual != "farskip":
                     kernels += self.shared_expert(block)
         if joint:
-            kernels.append(
-                Kernel("join", activations=3 * self.payload(own), launches=launches.join)
-            )
+            kernels.append(Kernel("join", activations=3 * self.payload(own)))
         return tuple(kernels)
 
     def shared_expert(self, block: Block) -> list[Kernel]:
         """None without one."""
         width = self.config.moe.shared_width
-        return self._mlp(block, width, first=self._launches(block).matmul) if width else []
+        return self._mlp(block, width) if width else []
 
     def routed(self, block: Block, *, exchanged: bool = False) -> list[Kernel]:
         """The kernels of the routed experts. The router's matrix is float32. exchanged: ranks
@@ -290,7 +275,6 @@ class Model:
         moe = self.config.moe
         d_model = self.config.d_model
         size = self.element_bytes
-        launches = self._launches(block)
         tokens = block.size / self.ranks if exchanged else block.size
         rows = tokens * moe.top_k
         stream = tokens * d_model * size
@@ -303,20 +287,14 @@ class Model:
             computed = rows / self.ranks
             read = moe.experts / self.ranks * moe.chosen(tokens)
         width = moe.expert_width
-        product = functools.partial(self._product, launches=launches.matmul, matrices=read)
+        product = functools.partial(self._product, matrices=read)
         return [
-            Kernel(
-                "router",
-                flops=2 * tokens * router,
-                weights=4 * router,
-                activations=stream,
-                launches=launches.route,
-            ),
-            Kernel("sort", activations=2 * passed * d_model * size, launches=1),
+            Kernel("router", flops=2 * tokens * router, weights=4 * router, activations=stream),
+            Kernel("sort", activations=2 * passed * d_model * size),
             product("experts' gate, up", computed, d_model, 2 * width),
-            Kernel("activate", activations=3 * passed * width * size, launches=launches.activate),
+            Kernel("activate", activations=3 * passed * width * size),
             product("experts' down", computed, width, d_model),
-            Kernel("add up", activations=3 * rows * d_model * size + stream, launches=1),
+            Kernel("add up", activations=3 * rows * d_model * size + stream),
         ]
 
     def buffer_rows(self, block: Block) -> int:
@@ -333,14 +311,8 @@ class Model:
         size = self.payload(block)
         return (
             Kernel("embedding", weights=size, activations=size),
-            self._norm(block, 0),
-            self._product(
-                "head",
-                self.scored(block),
-                self.config.d_model,
-                self._vocabulary,
-                launches=self._launches(block).last,
-            ),
+            self._norm("last norm", block),
+            self._product("head", self.scored(block), self.config.d_model, self._vocabulary),
         )
 
     def memory(self, *, rows: int, capacity: int) -> float:
@@ -372,18 +344,8 @@ class Model:
             self.config.vocab_size if self.implementation.replicated_head else self.shard.vocabulary
         )
 
-    def _launches(self, block: Block) -> Launches:
-        return self.implementation.one_row if block.size == 1 else self.implementation.launches
-
     def _product(
-        self,
-        name: str,
-        rows: float,
-        inputs: int,
-        outputs: int,
-        *,
-        launches: float,
-        matrices: float = 1,
+        self, name: str, rows: float, inputs: int, outputs: int, *, matrices: float = 1
     ) -> Kernel:
         """Of rows with so many matrices, of which each row meets one."""
         matrix = inputs * outputs
@@ -392,26 +354,20 @@ class Model:
             flops=2 * rows * matrix,
             weights=matrices * matrix * self.element_bytes,
             activations=rows * (inputs + outputs) * self.element_bytes,
-            launches=launches,
         )
 
-    def _norm(self, block: Block, launches: int, *, gains: int = 1) -> Kernel:
+    def _norm(self, name: str, block: Block, *, gains: int = 1) -> Kernel:
         """The norm also adds the newest sum to the residual: it reads two arrays and writes two.
         Gains are float32.
         """
         return Kernel(
-            "norm",
-            weights=4 * self.config.d_model * gains,
-            activations=4 * self.payload(block),
-            launches=launches,
+            name, weights=4 * self.config.d_model * gains, activations=4 * self.payload(block)
         )
 
     def _attention(self, block: Block) -> list[Kernel]:
         shard = self.shard
         implementation = self.implementation
         size = self.element_bytes
-        launches = self._launches(block)
-        product = functools.partial(self._product, launches=launches.matmul)
         columns = shard.queries + 2 * shard.keys
         read = shard.queries if implementation.repeats_cache else shard.keys
         scores = 0.0
@@ -419,31 +375,25 @@ class Model:
             heads = shard.queries // self.config.head_dim
             scores = implementation.score_bytes * block.size * heads * block.cached
         return [
-            product("query, key, value", block.size, self.config.d_model, columns),
-            Kernel("rotate", activations=2 * block.size * columns * size, launches=launches.rotate),
+            self._product("query, key, value", block.size, self.config.d_model, columns),
+            Kernel("rotate", activations=2 * block.size * columns * size),
             Kernel(
                 "attend",
                 flops=4 * block.size * shard.queries * block.attended,
                 cache=2 * block.rows * block.cached * read * size / implementation.cache_speed,
                 activations=scores,
-                launches=launches.attend,
             ),
-            product("out", block.size, shard.queries, self.config.d_model),
+            self._product("out", block.size, shard.queries, self.config.d_model),
         ]
 
-    def _mlp(self, block: Block, width: int, *, first: float) -> list[Kernel]:
-        """width: hidden features of all ranks. first: launches of the first product."""
+    def _mlp(self, block: Block, width: int, *, first: str = "gate, up") -> list[Kernel]:
+        """width: hidden features of all ranks. first: name of the first product."""
         features = width // self.ranks
         d_model = self.config.d_model
-        launches = self._launches(block)
         return [
-            self._product("gate, up", block.size, d_model, 2 * features, launches=first),
-            Kernel(
-                "activate",
-                activations=3 * block.size * features * self.element_bytes,
-                launches=launches.activate,
-            ),
-            self._product("down", block.size, features, d_model, launches=launches.matmul),
+            self._product(first, block.size, d_model, 2 * features),
+            Kernel("activate", activations=3 * block.size * features * self.element_bytes),
+            self._product("down", block.size, features, d_model),
         ]
 
 
@@ -464,11 +414,14 @@ class Task:
         """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic
         of another.
         """
+        implementation = self.model.implementation
+        one_row = self.block.size == 1
+        launches = implementation.one_row if one_row else implementation.launches
         busy = idle = 0.0
         for kernel in kernels:
             times = self.times + (kernel.name in self.recompute.kernels)
             busy += times * self.machine.seconds(flops=kernel.flops, size=kernel.size)
-            idle += times * self.machine.launch * kernel.launches
+            idle += times * self.machine.launch * launches.get(kernel.name, 0)
         return Work(busy, idle)
 
     def ends(self, *, trains: bool) -> float:

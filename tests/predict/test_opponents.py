@@ -202,7 +202,7 @@ def test_a_ring_step_by_hand():
     for bandwidth, expected in ((32.0, 1 + 3 * 2.5), (256.0, 1 + 3 * 1.0)):
         link = Link(latency=1.0, step=0.5, bandwidth=bandwidth)
         on = dataclasses.replace(H100, link=link, contention=0.0, launch=0.0)
-        kernel = work.Kernel("out", flops=4 * on.flops * on.flops_share)  # a second a chunk
+        kernel = work.Kernel("", flops=4 * on.flops * on.flops_share)  # a second a chunk
         slots = layers.ring_product(work.Task(shard, on, block), kernel)
         assert play_slots(slots, contention=0.0).seconds == pytest.approx(expected)
 
