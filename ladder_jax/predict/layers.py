@@ -46,13 +46,12 @@ def layers(task: Task, program: Program, *, steps: Sequence[Step] | None = None)
     steps = steps_of(model.config) if steps is None else steps
     if program.form is Form.COLLECTIVE_MATMUL:
         return _in_rings(task, steps)
-    contention = task.machine.contention
     # where reduce-scatters are awaited, all messages are: that gathers are hidden is left out
     waits = program.form is not Form.ALL_REDUCE and task.machine.link.halves is Halves.NONE
+    settings = dict(contention=task.machine.contention, window=program.window, waits=waits)
     if program.form is Form.EXCHANGE:
-        return play_slots(_exchange(task, steps, program), contention=contention, waits=waits)
+        return play_slots(_exchange(task, steps, program), **settings)
     split = model.ranks if program.form is Form.SEQUENCE_PARALLEL else 1
-    settings = dict(contention=contention, window=program.window, waits=waits)
     parts = _parts(task, program)
     sums = [reduction(part, program)[1] for part in parts]
 
