@@ -49,6 +49,9 @@ def test_of_a_chat_the_assistants_turns_are_learnt(tokenizer):
     assert tokens[: len(prompt)].tolist() == prompt
     assert learnt[len(prompt) :].argmin() > 0
     assert learnt[len(prompt)]
+    second = [*CHAT[:1], {**CHAT[1], "weight": 0}, *CHAT[2:]]
+    weighed = render({"messages": second}, tokenizer=tokenizer, where="f:1")
+    assert pieces(*weighed, tokenizer) == ["on the mat"]
 
 
 def test_completions_and_texts(byte_level):

@@ -1,7 +1,8 @@
 """Examples in JSON lines, each as tokens with a loss mask: which tokens the model is trained to
 predict.
 
-    {"messages": [{"role": "user", "content": ...}, ...]}    the assistant's turns, each with its end-of-turn token
+    {"messages": [{"role": "user", "content": ...}, ...]}    the assistant's turns, each with its end-of-turn token,
+                                                             but those with "weight": 0
     {"prompt": ..., "completion": ...}                       the completion, and the end-of-text token
     {"text": ...}                                            all tokens, and the end-of-text token
 
@@ -172,7 +173,7 @@ def _chat(
     text = tokenizer.render(messages, prompt=False, now=now)
     spans = []
     for index, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
+        if message["role"] != ASSISTANT or message.get("weight") == 0:
             continue
         before = tokenizer.render(messages[:index], prompt=True, now=now)
         after = tokenizer.render(messages[: index + 1], prompt=False, now=now)
@@ -184,7 +185,9 @@ def _chat(
             )
         spans.append((len(before), len(until)))
     if not spans:
-        raise UserError("no message has the role 'assistant', so there is nothing to learn")
+        raise UserError(
+            "no message has the role 'assistant', and a weight other than 0: there is nothing to learn"
+        )
     return text, spans
 
 
