@@ -19,11 +19,11 @@ import pathlib
 import statistics
 from collections.abc import Callable
 
+from experiments.predict.authors import Authors
 from ladder_jax.config import preset
 from ladder_jax.predict import machine, model
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.model import Speed
-from ladder_jax.predict.work import AUTHORS
 
 HERE = pathlib.Path(__file__).parent
 RESIDUALS = ("standard", "ladder", "parallel", "no_communication")
@@ -94,7 +94,7 @@ def speed(setting: Setting) -> Speed:
         machine=shipped()[setting.link],
         tensor=setting.tensor,
         rows=setting.batch,
-        implementation=AUTHORS,
+        implementation=Authors,
     )
 
 

@@ -25,7 +25,7 @@ from ladder_jax.config import RunConfig
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.predict import machine, model as speeds
 from ladder_jax.predict.program import PLAIN
-from ladder_jax.predict.work import TRAINING, Model, Task
+from ladder_jax.predict.work import Model, Task
 
 HERE = pathlib.Path(__file__).parent
 TOPOLOGIES = ("standard", "parallel", "ladder", "ladder-2", "ladder-fresh", "parallel-ladder")
@@ -105,7 +105,7 @@ def predicted(residual: str) -> float:
     def seconds(residual: str) -> float:
         ranks = RANKS if residual == "ladder-fresh" else None
         model = config.preset(SHAPE, residual=residual, ranks=ranks)
-        shard = Model(model, RANKS, TRAINING)
+        shard = Model(model, RANKS, trains=True)
         block = shard.prefill(rows=4, prompt_length=2048)
         task = Task(shard, machine.load(MACHINE), block)
         return speeds.run_by(task, PLAIN, phase=config.Phase.TRAIN).seconds

@@ -24,7 +24,7 @@ from ladder_jax.config import (
     to_dict,
 )
 from ladder_jax.config.fields import check, not_none, passes
-from ladder_jax.predict.work import TRAINING, Block, Model
+from ladder_jax.predict.work import Block, Model
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
 
@@ -138,7 +138,7 @@ class Candidate:
 
     def microbatch(self, request: Request) -> tuple[Model, Block]:
         """One device's shard, and the tokens that it computes at once."""
-        model = Model(request.config, self.mesh.tensor, TRAINING)
+        model = Model(request.config, self.mesh.tensor, trains=True)
         return model, model.prefill(rows=self.rows, prompt_length=request.sequence)
 
     def run(self, request: Request) -> RunConfig:

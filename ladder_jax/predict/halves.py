@@ -17,14 +17,14 @@ from ladder_jax.parallel import resolve_launch, with_ranks
 from ladder_jax.predict import machine, model
 from ladder_jax.predict.program import Choice, Form, form_of
 from ladder_jax.predict.result import WORTH
-from ladder_jax.predict.work import TRAINING, Block, Model, Task
+from ladder_jax.predict.work import Block, Model, Task
 
 
 def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> RunConfig:
     """`config` with `train.interleave` decided for devices of `kind` (`jax.Device.device_kind`)."""
     train = config.train
     mesh = config.mesh
-    shard = Model(with_ranks(config.model, tensor=mesh.tensor), mesh.tensor, TRAINING)
+    shard = Model(with_ranks(config.model, tensor=mesh.tensor), mesh.tensor, trains=True)
     rows = train.batch // (mesh.data * mesh.fsdp) // train.accumulate
     interleave, why = _fastest(
         shard,

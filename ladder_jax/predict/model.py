@@ -58,8 +58,6 @@ from ladder_jax.predict.timeline import Slot, Timeline, Work, play_slots
 from ladder_jax.predict.work import (
     FLOAT32,
     NO_RECOMPUTE,
-    OURS,
-    Implementation,
     Model,
     Task,
 )
@@ -165,7 +163,7 @@ def speed(
     rows: int,
     prompt_length: int = 1024,
     new_tokens: int = 512,
-    implementation: Implementation = OURS,
+    implementation: type[Model] = Model,
     by: Program | Choice = PLAIN,
 ) -> Speed:
     """The speed of `config` with its residual topology over `tensor` devices, which must divide the
@@ -173,7 +171,7 @@ def speed(
 
     by: the program of prefill and decode step, or those among which each takes the fastest.
     """
-    model = Model(config, tensor, implementation)
+    model = implementation(config, tensor)
     shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens)
     prefill = Task(model, machine, model.prefill(**shape))
     step = Task(model, machine, model.decode_step(**shape))
@@ -217,11 +215,10 @@ def run_by(task: Task, program: Program, *, phase: Phase) -> Pass:
     algorithm, all_reduce = reduction(forward, program)
     bare = 0.0
     link = task.machine.link
-    if link is not None:
-        of_stream = 0 if model.implementation.replicated_head else 2 if trains else 1
+    if link is not None and not model.replicated_head:
         scores = 4 * model.scored(task.block)
         small = link.all_reduce(scores, ranks=model.ranks, among=program.algorithms)
-        bare = of_stream * all_reduce + model.implementation.small_all_reduces * small
+        bare = (2 if trains else 1) * all_reduce + (3 if model.trains else 2) * small
     return pass_of(
         timelines,
         ends=task.ends(trains=trains),

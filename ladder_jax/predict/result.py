@@ -16,7 +16,7 @@ from ladder_jax.predict.machine import ANY, NCCL
 from ladder_jax.predict.model import Pass, Speed, fastest
 from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.request import BASELINE, GENERATE, Request
-from ladder_jax.predict.work import OURS, TRAINING, Model, Task
+from ladder_jax.predict.work import Model, Task
 from ladder_jax.terminal import Table, number
 
 # a smaller gain over the fastest Standard is within the model's error, and no reason to change a
@@ -287,15 +287,15 @@ def _of_generation(request: Request) -> Found:
 def _of_one_pass(request: Request) -> Found:
     phase = request.phase
     machine = request.machine
-    implementation = TRAINING if phase is Phase.TRAIN else OURS
+    trains = phase is Phase.TRAIN
 
     def passes(residual: str, by: Program | Choice) -> list[Pass]:
-        shard = Model(request.config(residual), request.tensor, implementation)
+        shard = Model(request.config(residual), request.tensor, trains)
         block = shard.prefill(rows=request.batch, prompt_length=request.tokens)
         return model.passes(Task(shard, machine, block), phase=phase, by=by)
 
     (nccl,) = passes(BASELINE, NCCLS)
-    whole = Model(request.config(BASELINE), 1, implementation)
+    whole = Model(request.config(BASELINE), 1, trains)
     every = model.passes_without_tensor(
         whole,
         machine,

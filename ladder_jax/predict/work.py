@@ -44,69 +44,11 @@ LAUNCHES = {
     "head": 10,  # all after the last layer
     **dict.fromkeys(MATMULS, 1),
 }
-"""Numbers of device kernels, by the name of what they compute; of any other none."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-    """How a program runs the model: padding, replication, repeated reads, kernels.
-
-    launches: as LAUNCHES. one_row: likewise for a single token, where a compiler fuses
-        matrix products with their neighbours.
-    replicated_head: embedding and head are whole on every rank, and need no communication.
-    scores_all: logits of all positions of a prompt, not of the last one.
-    padded_cache: attention processes all positions of prompt and new tokens with a mask, not only
-        the filled ones.
-    repeats_cache: attention reads a key/value head once for each query head that shares it.
-    score_bytes: memory traffic per attention score in a prefill; 0 if scores stay on the chip.
-    fused: whether joint sublayers share one norm and one matrix product, regardless of the
-        residual's name.
-    cache_speed: bandwidth of reading the cache over that of reading weights; above 1 if repeated
-        reads hit an on-chip cache.
-    small_all_reduces: reductions of four bytes a scored position, for the choice of the next token
-        or the loss.
-    """
-
-    launches: Mapping[str, int] = dataclasses.field(hash=False)
-    one_row: Mapping[str, int] = dataclasses.field(hash=False)
-    replicated_head: bool = False
-    scores_all: bool = False
-    padded_cache: bool = False
-    repeats_cache: bool = False
-    score_bytes: int = 0
-    fused: bool = False
-    cache_speed: float = 1.0
-    small_all_reduces: int = 0
-
-
-OURS = Implementation(LAUNCHES, one_row=LAUNCHES, small_all_reduces=2)
-"""This library's programs. The launches were counted in the H100 schedule of a decode step without
-communication: 9 in attention, 4 in an MLP, 10 elsewhere (`ladder-jax overlap --target h100:8
---residual no-communication --phase decode`). Those of experts in that of qwen3-30b-a3b, whose
-grouped matmuls are kernels: 18, of them 12 before rows are sorted.
-"""
-
-TRAINING = dataclasses.replace(OURS, scores_all=True, small_all_reduces=3)
-
-AUTHORS = Implementation(
-    LAUNCHES | {"attend": 3} | dict.fromkeys(MATMULS, 2),
-    one_row=LAUNCHES | {"attend": 3, "activate": 0},
-    replicated_head=True,
-    scores_all=True,
-    padded_cache=True,
-    repeats_cache=True,
-    score_bytes=12,
-    fused=True,
-    cache_speed=1.13,
-)
-"""The benchmark of arXiv 2501.06589, https://github.com/mayank31398/ladder-residual-inference, in
-compiled PyTorch.
-
-Keys and values are repeated for each query head, and a mask covers the padded cache. Scores are in
-memory: they are written, read twice and written by the softmax, and read again, and their mask is
-read. A matrix product of several rows is a library call with split-K, so a second kernel adds up
-the parts; for one row PyTorch generates a kernel that includes the activation
-(`coordinate_descent_tuning`). cache_speed is fitted: python -m experiments.predict.
+"""Numbers of device kernels, by the name of what they compute; of any other none. They were counted
+in the H100 schedule of a decode step without communication: 9 in attention, 4 in an MLP, 10
+elsewhere (`ladder-jax overlap --target h100:8 --residual no-communication --phase decode`). Those of
+experts in that of qwen3-30b-a3b, whose grouped matmuls are kernels: 18, of them 12 before rows are
+sorted.
 """
 
 
@@ -188,11 +130,18 @@ def size_of(dtype: Dtype) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model's shard on one of `ranks` devices, in a program of kind `implementation`."""
+    """A model's shard on one of `ranks` devices, in this library's programs: those of another
+    implementation are a subclass's, such as that of experiments/predict.
+
+    trains: logits of all positions are computed, not of a prompt's last one.
+    """
 
     config: ModelConfig
     ranks: int
-    implementation: Implementation = OURS
+    trains: bool = False
+
+    # whether embedding and head are whole on every rank, and need no communication
+    replicated_head = False
 
     @functools.cached_property
     def shard(self) -> Shard:
@@ -203,23 +152,21 @@ class Model:
         return size_of(self.config.dtype)
 
     def prefill(self, *, rows: int, prompt_length: int, new_tokens: int = 0) -> Block:
-        """A prompt's block. Query t of 0 .. T - 1 attends to t + 1 positions: (T + 1) / 2 in the
-        mean.
+        """A prompt's block, before any new tokens. Query t of 0 .. T - 1 attends to t + 1 positions:
+        (T + 1) / 2 in the mean.
         """
-        if self.implementation.padded_cache:
-            return Block(
-                rows, prompt_length, prompt_length + new_tokens, prompt_length + new_tokens
-            )
         return Block(rows, prompt_length, (prompt_length + 1) / 2, prompt_length)
 
     def decode_step(self, *, rows: int, prompt_length: int, new_tokens: int) -> Block:
         """The mean block of the G - 1 steps. Step s reads P + s positions and writes one: in the
         mean P + G / 2.
         """
-        filled = prompt_length + (
-            new_tokens if self.implementation.padded_cache else new_tokens / 2
-        )
+        filled = prompt_length + new_tokens / 2
         return Block(rows, 1, filled, filled)
+
+    def launches(self, block: Block) -> Mapping[str, int]:
+        """As LAUNCHES."""
+        return LAUNCHES
 
     def payload(self, block: Block) -> float:
         """Bytes of the stream, and of a sublayer's all-reduce: B T D elements."""
@@ -227,7 +174,7 @@ class Model:
 
     def scored(self, block: Block) -> int:
         """Positions whose logits are computed."""
-        return block.size if self.implementation.scores_all else block.rows
+        return block.size if self.trains else block.rows
 
     def step(
         self, sublayers: tuple[int, ...], block: Block, *, split: int = 1
@@ -239,8 +186,7 @@ class Model:
         """
         own = dataclasses.replace(block, tokens=block.tokens / split)
         joint = ATTENTION in sublayers and len(sublayers) > 1
-        one_product = joint and self.implementation.fused
-        one_norm = one_product or (joint and self.config.residual == "parallel-shared-norm")
+        one_norm = joint and self.shares_norm
         kernels: list[Kernel] = []
         for index, sublayer in enumerate(sublayers):
             if index == 0 or (joint and not one_norm):
@@ -248,8 +194,7 @@ class Model:
             if sublayer == ATTENTION:
                 kernels += self._attention(block)
             elif self.config.moe is None or sublayer == DENSE:
-                first = "fused gate, up" if one_product else "gate, up"
-                kernels += self._mlp(block, self.config.d_ff, first=first)
+                kernels += self._mlp(block, self.config.d_ff)
             else:
                 if sublayer == MLP:
                     kernels += self.routed(block)
@@ -312,7 +257,7 @@ class Model:
         return (
             Kernel("embedding", weights=size, activations=size),
             self._norm("last norm", block),
-            self._product("head", self.scored(block), self.config.d_model, self._vocabulary),
+            self._product("head", self.scored(block), self.config.d_model, self.vocabulary),
         )
 
     def memory(self, *, rows: int, capacity: int) -> float:
@@ -336,13 +281,17 @@ class Model:
     def tables(self) -> int:
         """Elements of the embedding and of the head, if they are two, on a device."""
         count = 1 if self.config.tie_embeddings else 2
-        return count * self._vocabulary * self.config.d_model
+        return count * self.vocabulary * self.config.d_model
 
     @property
-    def _vocabulary(self) -> int:
-        return (
-            self.config.vocab_size if self.implementation.replicated_head else self.shard.vocabulary
-        )
+    def vocabulary(self) -> int:
+        """Rows of the embedding and of the head on a device."""
+        return self.shard.vocabulary
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether joint sublayers have one norm."""
+        return self.config.residual == "parallel-shared-norm"
 
     def _product(
         self, name: str, rows: float, inputs: int, outputs: int, *, matrices: float = 1
@@ -365,33 +314,29 @@ class Model:
         )
 
     def _attention(self, block: Block) -> list[Kernel]:
-        shard = self.shard
-        implementation = self.implementation
-        size = self.element_bytes
-        columns = shard.queries + 2 * shard.keys
-        read = shard.queries if implementation.repeats_cache else shard.keys
-        scores = 0.0
-        if block.tokens > 1:
-            heads = shard.queries // self.config.head_dim
-            scores = implementation.score_bytes * block.size * heads * block.cached
+        queries = self.shard.queries
+        columns = queries + 2 * self.shard.keys
         return [
             self._product("query, key, value", block.size, self.config.d_model, columns),
-            Kernel("rotate", activations=2 * block.size * columns * size),
-            Kernel(
-                "attend",
-                flops=4 * block.size * shard.queries * block.attended,
-                cache=2 * block.rows * block.cached * read * size / implementation.cache_speed,
-                activations=scores,
-            ),
-            self._product("out", block.size, shard.queries, self.config.d_model),
+            Kernel("rotate", activations=2 * block.size * columns * self.element_bytes),
+            self.attend(block),
+            self._product("out", block.size, queries, self.config.d_model),
         ]
 
-    def _mlp(self, block: Block, width: int, *, first: str = "gate, up") -> list[Kernel]:
-        """width: hidden features of all ranks. first: name of the first product."""
+    def attend(self, block: Block) -> Kernel:
+        """Scores, softmax and values. The scores stay on the chip."""
+        return Kernel(
+            "attend",
+            flops=4 * block.size * self.shard.queries * block.attended,
+            cache=2 * block.rows * block.cached * self.shard.keys * self.element_bytes,
+        )
+
+    def _mlp(self, block: Block, width: int) -> list[Kernel]:
+        """width: hidden features of all ranks."""
         features = width // self.ranks
         d_model = self.config.d_model
         return [
-            self._product(first, block.size, d_model, 2 * features),
+            self._product("gate, up", block.size, d_model, 2 * features),
             Kernel("activate", activations=3 * block.size * features * self.element_bytes),
             self._product("down", block.size, features, d_model),
         ]
@@ -414,9 +359,7 @@ class Task:
         """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic
         of another.
         """
-        implementation = self.model.implementation
-        one_row = self.block.size == 1
-        launches = implementation.one_row if one_row else implementation.launches
+        launches = self.model.launches(self.block)
         busy = idle = 0.0
         for kernel in kernels:
             times = self.times + (kernel.name in self.recompute.kernels)

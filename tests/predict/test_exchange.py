@@ -17,7 +17,7 @@ from ladder_jax.decode import weights
 from ladder_jax.predict import machine, model, request
 from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
-from ladder_jax.predict.work import TRAINING, Model, Task
+from ladder_jax.predict.work import Model, Task
 from ladder_jax.residual.wires import exchange as wire, sequence
 from tests.changed import ROOT
 from tests.predict.asked import H100, answered, by_residual, of_layers, predict, run, with_experts
@@ -242,7 +242,7 @@ def test_a_training_step_goes_back_the_same_way():
     settings = dict(phase=Phase.TRAIN, by=Choice(experts=ExpertParallelism.EXCHANGE))
 
     def alike(name):
-        shard = Model(config(name, shared=SHARED), RANKS, TRAINING)
+        shard = Model(config(name, shared=SHARED), RANKS, trains=True)
         task = Task(shard, on, shard.prefill(rows=1, prompt_length=TOKENS))
         (found,) = model.passes(task, **settings)
         assert found.program.form is Form.EXCHANGE

@@ -11,7 +11,7 @@ from ladder_jax.config import Launch, Phase, preset
 from ladder_jax.predict import layers, machine, model, program
 from ladder_jax.predict.machine import Halves, Link
 from ladder_jax.predict.program import PLAIN, Form, Program
-from ladder_jax.predict.work import FLOAT32, TRAINING, Model, Task
+from ladder_jax.predict.work import FLOAT32, Model, Task
 from tests.predict.asked import H100, HYBRIDS, V5P, check_events, of_layers, with_experts
 
 SHARED = 32  # width of a shared expert
@@ -60,7 +60,7 @@ def test_first_layers_compute_an_mlp_and_the_others_experts(name, first):
 def test_farskips_training_step_has_first_layers_too():
 
     def step(name):
-        shard = Model(config(name), 4, TRAINING)
+        shard = Model(config(name), 4, trains=True)
         task = Task(shard, V5P, shard.prefill(rows=1, prompt_length=256))
         return model.run_by(task, PLAIN, phase=Phase.TRAIN)
 
@@ -82,7 +82,7 @@ def test_fsdp_gathers_each_layers_own_matrices(phase, elements):
     """Where transfers outlast all compute: a gather and, of gradients, a gather and a scatter a
     layer, none twice.
     """
-    shard = Model(config("standard"), 1, TRAINING)
+    shard = Model(config("standard"), 1, trains=True)
     link = Link(latency=0.0, step=0.0, bandwidth=1e6)
     slow = dataclasses.replace(
         H100, flops=math.inf, bandwidth=math.inf, launch=0.0, contention=0.0, link=link
@@ -99,7 +99,7 @@ def test_what_a_v5e_starts_at_once():
     quick = dataclasses.replace(machine.load("v5e"), bandwidth=math.inf, launch=0.0, contention=0.0)
     started = dataclasses.replace(quick.link, halves=Halves.SUPPORTED)
     apart = dataclasses.replace(quick, link=started)
-    shard = Model(preset("llama-3-8b", residual="ladder"), 8, TRAINING)
+    shard = Model(preset("llama-3-8b", residual="ladder"), 8, trains=True)
     block = shard.prefill(rows=4, prompt_length=8192)
 
     def played(form=Form.ALL_REDUCE, **settings):
@@ -113,7 +113,7 @@ def test_what_a_v5e_starts_at_once():
     waiting, beside = played()
     assert waiting.seconds == beside.seconds
 
-    alone = Model(preset("llama-3-8b"), 1, TRAINING)
+    alone = Model(preset("llama-3-8b"), 1, trains=True)
     long = alone.prefill(rows=8, prompt_length=8192)
     seconds = lambda size: quick.link.half(size, ranks=4)
     split = lambda on, trains: model.split_weights(Task(alone, on, long), seconds, trains=trains)

@@ -8,8 +8,8 @@ import pytest
 
 from experiments import study
 from experiments.predict import __main__ as command, published
+from experiments.predict.authors import CACHE_SPEED
 from ladder_jax.predict import machine
-from ladder_jax.predict.work import AUTHORS
 
 EXPERIMENT = pathlib.Path(published.__file__).parent
 
@@ -54,7 +54,7 @@ def test_the_package_has_the_fitted_constants(kept):
             name: getattr(nvlink, name)
             for name in ("flops_share", "bandwidth_share", "launch", "contention")
         },
-        "cache_speed": AUTHORS.cache_speed,
+        "cache_speed": CACHE_SPEED,
         "latency": nvlink.link.latency,
         "nvlink bandwidth": nvlink.link.bandwidth,
         "off step": off.link.step,

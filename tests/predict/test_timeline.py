@@ -6,12 +6,13 @@ import itertools
 import jax
 import pytest
 
+from experiments.predict.authors import Authors
 from ladder_jax import nn, residual
 from ladder_jax.config import Loop
 from ladder_jax.predict import machine
 from ladder_jax.predict.program import Choice
 from ladder_jax.predict.timeline import Work, play
-from ladder_jax.predict.work import AUTHORS, OURS
+from ladder_jax.predict.work import Model
 from tests import cases
 from tests.predict.asked import H100, HYBRIDS, JOINT, MANY, NOTHING, check_events, speed
 
@@ -34,7 +35,7 @@ def test_without_compute_everything_is_exposed(name):
     assert found.step.hidden == 0
 
 
-@pytest.mark.parametrize("implementation", [OURS, AUTHORS], ids=["ours", "authors"])
+@pytest.mark.parametrize("implementation", [Model, Authors])
 def test_on_one_device(implementation):
     """All are equal but the parallel ones, which start other numbers of kernels."""
     found = {name: speed(name, tensor=1, implementation=implementation) for name in MANY}
