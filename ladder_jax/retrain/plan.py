@@ -88,9 +88,9 @@ class RetrainPlan:
         return {SIDE: {**ends, LAYERS: blocks}}
 
     def _initial(self, module: nnx.Module, name: str, seed: int) -> Params:
-        layout = self.definition.layout
-        config = self.definition.config
-        initial = parameter.initializer({name: module}, layout=layout, config=config)
+        initial = parameter.initializer(
+            {name: module}, layout=self.definition.layout, config=self.definition.config
+        )
         return initial(parameter.root_key(seed))[name]
 
     def split(self, params: Params, *, teacher: Params | None = None) -> tuple[Params, Params]:

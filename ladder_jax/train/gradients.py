@@ -254,13 +254,14 @@ def held_out_loss(
 
 def _checked(batch: Any, task: TrainingTask, *, trained: Params) -> Any:
     """`batch`, for parameters that must be the task's: a scan would run as many layers of others."""
-    definition = task.definition
     check_params(trained, expected=task.abstract)
-    ranks = definition.layout.batch_ranks
-    settings = dict(batch_ranks=ranks, vocab_size=definition.config.vocab_size)
-    if isinstance(batch, Batch):
-        return dataclasses.replace(batch, tokens=checked_tokens(batch.tokens, **settings))
-    return checked_tokens(batch, **settings)
+    is_packed = isinstance(batch, Batch)
+    tokens = checked_tokens(
+        batch.tokens if is_packed else batch,
+        batch_ranks=task.definition.layout.batch_ranks,
+        vocab_size=task.definition.config.vocab_size,
+    )
+    return dataclasses.replace(batch, tokens=tokens) if is_packed else tokens
 
 
 def _accumulate(
