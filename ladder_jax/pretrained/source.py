@@ -306,9 +306,9 @@ def reader(source: Source, definition: nn.ModelDef) -> Reader:
         """Padded with zeros to the shape in `definition`. The host holds the array and its
         shards.
         """
-        key = Key(*key)
-        piece = definition.pieces[key.name]
-        dtype = source.dtypes[key.name]
+        name, _ = key
+        piece = definition.pieces[name]
+        dtype = source.dtypes[name]
         values = source.arrays[key].read()
         return meshes.place(lambda index: _copy(values[index], dtype), piece.shape, piece.sharding)
 
