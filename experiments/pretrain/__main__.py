@@ -108,7 +108,7 @@ def predicted(residual: str) -> float:
         shard = Model(model, RANKS, trains=True)
         block = shard.prefill(rows=4, prompt_length=2048)
         task = Task(shard, machine.load(MACHINE), block)
-        return speeds.run_by(task, PLAIN, phase=config.Phase.TRAIN).seconds
+        return speeds.run_by(task, PLAIN).seconds
 
     return seconds("standard") / seconds(residual)
 

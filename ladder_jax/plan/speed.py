@@ -14,7 +14,7 @@ the network's bandwidth. The axes have links of their own, so nothing of one wai
 import dataclasses
 import functools
 
-from ladder_jax.config import Phase, Remat
+from ladder_jax.config import Remat
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.experts import CHUNK
 from ladder_jax.plan.memory import Memory
@@ -89,7 +89,7 @@ def microbatch(candidate: Candidate, memory: Memory, *, request: Request) -> tup
     task = Task(model, machine, block, recompute=recomputed_by(candidate, block))
     form = form_of(candidate.mesh.experts, sequence_parallel=candidate.sequence_parallel)
     program = Program(form, NCCL, interleave=candidate.interleave)
-    one = _of_pass(task, program, phase=Phase.TRAIN)
+    one = _of_pass(task, program)
     weights = _of_weights(task, candidate.mesh.fsdp)
     copies = 2 * memory.host / HOST[request.target.platform]
     slot = Slot(Work(one.seconds + weights), [copies])
@@ -107,7 +107,7 @@ def _of_weights(task: Task, ranks: int) -> float:
         return 0.0
     link = _link(task.machine, within=ranks * task.model.ranks)
     half = functools.partial(link.half, ranks=ranks)
-    return split_weights(task, half, trains=True).exposed
+    return split_weights(task, half).exposed
 
 
 def _link(machine: Machine, *, within: int) -> Link:

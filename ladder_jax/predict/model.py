@@ -189,7 +189,7 @@ def passes(task: Task, *, phase: Phase, by: Program | Choice) -> list[Pass]:
     that may run it.
     """
     candidates = [by] if isinstance(by, Program) else programs(task, phase=phase, choice=by)
-    return [run_by(task, program, phase=phase) for program in candidates]
+    return [run_by(task, program) for program in candidates]
 
 
 def fastest(candidates: Iterable[Pass]) -> Pass:
@@ -197,15 +197,14 @@ def fastest(candidates: Iterable[Pass]) -> Pass:
     return min(candidates, key=lambda one: round(one.seconds, 12))
 
 
-def run_by(task: Task, program: Program, *, phase: Phase) -> Pass:
-    """A prefill, decode step or training step by `program`; the backward pass recomputes what the
-    task does.
+def run_by(task: Task, program: Program) -> Pass:
+    """A prefill, decode step or, where the model trains, training step by `program`; the backward
+    pass recomputes what the task does.
     """
-    trains = phase is Phase.TRAIN
     model = task.model
     forward = dataclasses.replace(task, recompute=NO_RECOMPUTE)
     timelines = [layers(forward, program)]
-    if trains:
+    if model.trains:
         steps = steps_of(model.config)
         # a sum of slots has no order
         steps = steps if program.form is Form.EXCHANGE else backward(steps)
@@ -218,10 +217,10 @@ def run_by(task: Task, program: Program, *, phase: Phase) -> Pass:
     if link is not None and not model.replicated_head:
         scores = 4 * model.scored(task.block)
         small = link.all_reduce(scores, ranks=model.ranks, among=program.algorithms)
-        bare = (2 if trains else 1) * all_reduce + (3 if model.trains else 2) * small
+        bare = (2 * all_reduce + 3 * small) if model.trains else (all_reduce + 2 * small)
     return pass_of(
         timelines,
-        ends=task.ends(trains=trains),
+        ends=task.ends(),
         bare=bare,
         program=program,
         all_reduce=algorithm if timelines[0].wire else None,
@@ -269,7 +268,7 @@ def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def passes_without_tensor(
-    model: Model, machine: Machine, *, devices: int, rows: int, tokens: int, phase: Phase
+    model: Model, machine: Machine, *, devices: int, rows: int, tokens: int
 ) -> list[Pass]:
     """The step of `rows` x `tokens` tokens by each mesh that has rows to share, and memory for the
     weights.
@@ -279,13 +278,13 @@ def passes_without_tensor(
     if devices == 1 or rows % devices:
         return []
     size = model.element_bytes
-    trains = phase is Phase.TRAIN
     task = Task(model, machine, model.prefill(rows=rows // devices, prompt_length=tokens))
     largest = 2 * models.largest_layer(model.config, ranks=1)
     half = lambda size: machine.link.half(size, ranks=devices)
-    fsdp = split_weights(task, half, trains=trains)
-    alone = model.parameters * (STATE if trains else size)
-    split = largest * size + (largest * FLOAT32 if trains else model.parameters * size / devices)
+    fsdp = split_weights(task, half)
+    alone = model.parameters * (STATE if model.trains else size)
+    beside = largest * FLOAT32 if model.trains else model.parameters * size / devices
+    split = largest * size + beside
     possible = []
     if alone <= machine.memory:
         computed = fsdp.seconds - fsdp.exposed
@@ -295,7 +294,7 @@ def passes_without_tensor(
     return possible
 
 
-def split_weights(task: Task, half: Callable[[float], float], *, trains: bool) -> Pass:
+def split_weights(task: Task, half: Callable[[float], float]) -> Pass:
     """Where weights are split: each layer beside the next one's gather; the tables' transfers are
     hidden by nothing.
 
@@ -306,10 +305,10 @@ def split_weights(task: Task, half: Callable[[float], float], *, trains: bool) -
     gathered = half(tables * task.model.element_bytes)
     timelines = [_beside_gathers(dataclasses.replace(task, recompute=NO_RECOMPUTE), half)]
     bare = gathered
-    if trains:
+    if task.model.trains:
         timelines.append(_beside_gathers(dataclasses.replace(task, times=2), half))
         bare += gathered + half(tables * FLOAT32)
-    return pass_of(timelines, ends=task.ends(trains=trains), bare=bare, program=Program(Form.FSDP))
+    return pass_of(timelines, ends=task.ends(), bare=bare, program=Program(Form.FSDP))
 
 
 def _beside_gathers(task: Task, half: Callable[[float], float]) -> Timeline:

@@ -279,7 +279,7 @@ def _of_generation(request: Request) -> Found:
         shard = Model(request.config(BASELINE), request.tensor)
         halves = Program(algorithms=ANY, interleave=2)
         task = Task(shard, request.machine, shard.decode_step(**shape))
-        halved = model.run_by(task, halves, phase=Phase.DECODE)
+        halved = model.run_by(task, halves)
         standard = dataclasses.replace(standard, step=fastest([standard.step, halved]))
     return speeds, [standard], speed(BASELINE, NCCLS)
 
@@ -297,12 +297,7 @@ def _of_one_pass(request: Request) -> Found:
     (nccl,) = passes(BASELINE, NCCLS)
     whole = Model(request.config(BASELINE), 1, trains)
     every = model.passes_without_tensor(
-        whole,
-        machine,
-        devices=request.tensor,
-        rows=request.batch,
-        tokens=request.tokens,
-        phase=phase,
+        whole, machine, devices=request.tensor, rows=request.batch, tokens=request.tokens
     )
     for form in request.forms:
         every += passes(BASELINE, Choice(experts=form))

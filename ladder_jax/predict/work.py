@@ -133,7 +133,7 @@ class Model:
     """A model's shard on one of `ranks` devices, in this library's programs: those of another
     implementation are a subclass's, such as that of experiments/predict.
 
-    trains: logits of all positions are computed, not of a prompt's last one.
+    trains: it computes training steps, with logits of all positions, not of a prompt's last one.
     """
 
     config: ModelConfig
@@ -367,9 +367,11 @@ class Task:
             idle += times * self.machine.launch * launches.get(kernel.name, 0)
         return Work(busy, idle)
 
-    def ends(self, *, trains: bool) -> float:
+    def ends(self) -> float:
         """Seconds of the embedding and the head; in training of their three passes."""
-        whole = dataclasses.replace(self, times=3 if trains else 1, recompute=NO_RECOMPUTE)
+        whole = dataclasses.replace(
+            self, times=3 if self.model.trains else 1, recompute=NO_RECOMPUTE
+        )
         return whole.work(self.model.ends(self.block)).seconds
 
     @property

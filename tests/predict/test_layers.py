@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from ladder_jax.config import Launch, Phase, preset
+from ladder_jax.config import Launch, preset
 from ladder_jax.predict import layers, machine, model, program
 from ladder_jax.predict.machine import Halves, Link
 from ladder_jax.predict.program import PLAIN, Form, Program
@@ -62,7 +62,7 @@ def test_farskips_training_step_has_first_layers_too():
     def step(name):
         shard = Model(config(name), 4, trains=True)
         task = Task(shard, V5P, shard.prefill(rows=1, prompt_length=256))
-        return model.run_by(task, PLAIN, phase=Phase.TRAIN)
+        return model.run_by(task, PLAIN)
 
     # a first layer's two sublayers are reduced together
     assert len(model.backward(program.steps_of(config("farskip")))) == 2 * 5 - DENSE
@@ -77,17 +77,17 @@ MATRICES = 5 * ATTENTION + DENSE * 3 * 64 * 256 + (5 - DENSE) * EXPERTS
 TABLES = 2 * 512 * 64
 
 
-@pytest.mark.parametrize("phase, elements", [(Phase.TRAIN, 8), (Phase.PREFILL, 2)])
-def test_fsdp_gathers_each_layers_own_matrices(phase, elements):
+@pytest.mark.parametrize("trains, elements", [(True, 8), (False, 2)])
+def test_fsdp_gathers_each_layers_own_matrices(trains, elements):
     """Where transfers outlast all compute: a gather and, of gradients, a gather and a scatter a
     layer, none twice.
     """
-    shard = Model(config("standard"), 1, trains=True)
+    shard = Model(config("standard"), 1, trains)
     link = Link(latency=0.0, step=0.0, bandwidth=1e6)
     slow = dataclasses.replace(
         H100, flops=math.inf, bandwidth=math.inf, launch=0.0, contention=0.0, link=link
     )
-    found = model.passes_without_tensor(shard, slow, phase=phase, devices=4, rows=4, tokens=64)
+    found = model.passes_without_tensor(shard, slow, devices=4, rows=4, tokens=64)
     (fsdp,) = (each for each in found if each.program.form is Form.FSDP)
     assert fsdp.seconds == pytest.approx(3 / 4 * elements * (MATRICES + TABLES) / 1e6)
 
@@ -116,8 +116,9 @@ def test_what_a_v5e_starts_at_once():
     alone = Model(preset("llama-3-8b"), 1, trains=True)
     long = alone.prefill(rows=8, prompt_length=8192)
     seconds = lambda size: quick.link.half(size, ranks=4)
-    split = lambda on, trains: model.split_weights(Task(alone, on, long), seconds, trains=trains)
-    assert split(quick, False).seconds == split(apart, False).seconds
-    waiting, beside = split(quick, True), split(apart, True)
+    reading = dataclasses.replace(alone, trains=False)
+    split = lambda on, one: model.split_weights(Task(one, on, long), seconds)
+    assert split(quick, reading).seconds == split(apart, reading).seconds
+    waiting, beside = split(quick, alone), split(apart, alone)
     size = FLOAT32 * (alone.shard.attention + alone.shard.mlp)
     assert waiting.exposed - beside.exposed == pytest.approx(31 * seconds(size))
