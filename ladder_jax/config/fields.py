@@ -32,20 +32,6 @@ type Few = typing.Annotated[int, (lambda value: 0 < value <= 10_000, "be between
 type Seed = typing.Annotated[int, (lambda value: 0 <= value < 2**32, "be between 0 and 2**32 - 1")]
 
 
-def fit(config: object, section: str) -> None:
-    """Convert the fields of a frozen dataclass to their declared types, where that loses nothing;
-    for `__post_init__`.
-
-    Text becomes the enum's member, a whole number a float, a mapping the section below. Raises
-    UserError, naming `section` and the field, for anything else.
-    """
-    for name, hint in _hints(type(config)).items():
-        value = getattr(config, name)
-        object.__setattr__(
-            config, name, _coerce(value, hint, f"{section}.{name}" if section else name)
-        )
-
-
 def build(cls: type, tree: object, path: str, *, more: tuple[str, ...] = ()) -> typing.Any:
     """A dataclass of type `cls` from a mapping.
 
@@ -113,8 +99,11 @@ def shown(config: object) -> str:
 
 
 class Section:
-    """Base of a frozen dataclass of settings: its fields get their declared types and are checked
-    when it is made.
+    """Base of a frozen dataclass of settings: when it is made, its fields are converted to their
+    declared types, where that loses nothing, and checked.
+
+    Text becomes the enum's member, a whole number a float, a mapping the section below. Raises
+    UserError, naming the section and the field, for anything else.
 
     NAME: its own in messages.
     """
@@ -124,7 +113,9 @@ class Section:
     __repr__ = shown
 
     def __post_init__(self):
-        fit(self, self.NAME)
+        for name, hint in _hints(type(self)).items():
+            path = f"{self.NAME}.{name}" if self.NAME else name
+            object.__setattr__(self, name, _coerce(getattr(self, name), hint, path))
         self._check()
 
     def _check(self) -> None:

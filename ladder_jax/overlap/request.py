@@ -21,7 +21,7 @@ from ladder_jax.config import (
     recipe,
     to_dict,
 )
-from ladder_jax.config.fields import check, fit, not_none
+from ladder_jax.config.fields import Section, check, not_none
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.grouped import Experts, Form
@@ -31,7 +31,7 @@ CAPACITY = 1.25  # of exchanged experts, unless the model has one
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class Request(Section):
     """A program to compile. All fields but `shape` are options of the command line.
 
     model: as the user typed it. shape: its configuration, where it is no preset.
@@ -67,9 +67,6 @@ class Request:
     experts: ExpertParallelism = ExpertParallelism.REDUCE
     capacity: float | None = None
     shape: ModelConfig | None = None
-
-    def __post_init__(self):
-        fit(self, "")
 
     @property
     def config(self) -> ModelConfig:
