@@ -47,7 +47,12 @@ def build(cls: type, tree: object, path: str, *, more: tuple[str, ...] = ()) -> 
             raise unknown(
                 "setting", f"{path}{key}", [path + name for name in (*_hints(cls), *more)]
             )
-    missing = [path + name for name in _required(cls) if name not in tree]
+    required = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if dataclasses.MISSING is field.default is field.default_factory
+    ]
+    missing = [path + name for name in required if name not in tree]
     check(not missing, f"missing: {', '.join(missing)}")
     return cls(**tree)
 
@@ -94,7 +99,8 @@ def shown(config: object) -> str:
         default = field.default
         differs = type(value) is not type(default) or value != default
         if field.repr and differs:
-            fields.append(f"{field.name}={_shortened(value)}")
+            text = repr(value.value) if isinstance(value, enum.Enum) else _SHORT.repr(value)
+            fields.append(f"{field.name}={text}")
     return f"{type(config).__name__}({', '.join(fields)})"
 
 
@@ -122,10 +128,6 @@ class Section:
         """Raises UserError for other impossible values."""
 
 
-def _shortened(value: object) -> str:
-    return repr(value.value) if isinstance(value, enum.Enum) else _SHORT.repr(value)
-
-
 _SHORT = reprlib.Repr(
     maxtuple=8, maxlist=8, maxdict=4, maxset=4, maxfrozenset=4, maxstring=120, maxother=2000
 )
@@ -134,14 +136,6 @@ _SHORT = reprlib.Repr(
 @functools.cache
 def _hints(cls: type) -> dict[str, typing.Any]:
     return typing.get_type_hints(cls)
-
-
-def _required(cls: type) -> list[str]:
-    return [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
 
 
 def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
