@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 import enum
 import functools
-import importlib
 import math
+import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,8 +54,7 @@ class Verb:
             parser.add_argument(name, **form, **settings)
 
     def run(self, arguments: dict[str, Any]) -> None:
-        module, function = self.work.split(":")
-        getattr(importlib.import_module(module), function)(arguments)
+        pkgutil.resolve_name(self.work)(arguments)
 
 
 class _Positive(argparse.Action):

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import gzip
 import hashlib
-import importlib
 import json
 import multiprocessing
 import os
 import pathlib
+import pkgutil
 import tempfile
 import traceback
 from collections.abc import Iterable
@@ -164,9 +164,8 @@ def _work(answers: Connection, function: str, arguments: tuple) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    module, name = function.split(":")
     try:
-        answer = getattr(importlib.import_module(module), name)(*arguments)
+        answer = pkgutil.resolve_name(function)(*arguments)
     except UserError as error:
         answer = error
     except Exception:
