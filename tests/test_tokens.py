@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent import futures
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,12 +35,17 @@ def lines(texts):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def make(given, out, *, most=500, workers=2, tokens="bytes", field="text", **more):
+def make(given, out, *, most=500, workers=0, tokens="bytes", field="text", **more):
+    """In this process, unless workers are asked for: each costs half a second."""
     plan = sources.plan([str(one) for one in given], most=most)
-    loaded = tokenizer.load(tokens)
-    return building.build(
-        plan, out=out, tokenizer=loaded, source=str(tokens), field=field, workers=workers, **more
-    )
+    about = dict(tokenizer=tokenizer.load(tokens), source=str(tokens), field=field, workers=workers)
+    here = mock.patch.object(futures, "ProcessPoolExecutor", one_thread)
+    with contextlib.nullcontext() if workers else here:
+        return building.build(plan, out=out, **about, **more)
+
+
+def one_thread(*_, **__):
+    return futures.ThreadPoolExecutor(1)
 
 
 def documents(out):
@@ -62,7 +69,9 @@ def book(tmp_path_factory):
     """Lines of JSON, and a store of them in several shards."""
     folder = tmp_path_factory.mktemp("book")
     (folder / "book.jsonl").write_text(lines(TEXTS))
-    return folder / "book.jsonl", folder / "store", make([folder / "book.jsonl"], folder / "store")
+    return folder / "book.jsonl", folder / "store", make(
+        [folder / "book.jsonl"], folder / "store", workers=2
+    )
 
 
 def test_documents_come_in_order_whoever_made_them(book, tmp_path):
@@ -71,11 +80,11 @@ def test_documents_come_in_order_whoever_made_them(book, tmp_path):
     assert len(made.shards) > 3
     assert made.dtype == "<u1"
     assert (made.documents, made.tokens) == (len(TEXTS), sum(len(text.encode()) for text in TEXTS))
-    assert make([file], tmp_path / "alone", workers=1) == made
+    assert make([file], tmp_path / "alone") == made
     assert contents(tmp_path / "alone") == contents(out)
     assert {name.split(".")[-1] for name in contents(out)} == {"lock", "tokens", "offsets", "json"}
     assert [name for name in contents(out) if name.endswith(".json")] == ["manifest.json"]
-    (whole,) = make([file], tmp_path / "whole", most=10**9, workers=1).shards
+    (whole,) = make([file], tmp_path / "whole", most=10**9).shards
     assert whole.tokens == made.tokens
     assert texts_in(tmp_path / "whole") == TEXTS
 
@@ -100,7 +109,7 @@ def test_every_kind_of_source(tmp_path):
     (folder / "._c.jsonl").write_bytes(b"\0\5\x16\7")  # macOS's, beside c.jsonl
     (folder / ".cache").mkdir()
     (folder / ".cache" / "i.metadata").write_text("hidden")
-    made = make([folder], tmp_path / "out", workers=1)
+    made = make([folder], tmp_path / "out")
     assert texts_in(tmp_path / "out") == ["one", "two", "thrée", "four", "five", *rows, "last"]
     assert sum(shard.empty for shard in made.shards) == 2
     assert sum(shard.skipped for shard in made.shards) == 1
@@ -145,7 +154,7 @@ def test_another_tokenizer(words, tmp_path):
     (tmp_path / "away" / "tokenizer_config.json").write_text(json.dumps(config))
     with refused("documents end with another token"):
         make(out=tmp_path / "out", **one)
-    make(out=half, **one)
+    make(out=half, workers=1, **one)  # which reads the tokenizer anew
     assert {int(document[-1]) for document in documents(half)} == {
         given.special_ids[tokenizers.BEGIN]
     }
@@ -198,7 +207,7 @@ def test_killed_again_and_again(tmp_path):
         while alive(process.pid) and time.time() < limit:
             time.sleep(0.05)
         assert not alive(process.pid)
-    made = make([tmp_path / "book.jsonl"], tmp_path / "whole", most=5000)
+    made = make([tmp_path / "book.jsonl"], tmp_path / "whole", most=5000, workers=2)
     assert len(made.shards) > 16
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -214,7 +223,7 @@ def test_a_worker_that_is_killed(book, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(building, "progress", kill)
         with refused("a worker was killed, perhaps for its memory: run the same command again"):
-            make([book[0]], out)
+            make([book[0]], out, workers=2)
     os.truncate(next(out.glob("*.tokens")), 0)  # and the power failed
     make([book[0]], out)
     assert texts_in(out) == TEXTS
@@ -238,14 +247,14 @@ def test_what_was_done_is_not_done_again(tmp_path):
     two.write_text(lines(TEXTS[:50]) + '{"text": 3}\n' + lines(TEXTS[50:]))
     wrong = r"two.jsonl:51: no text in 'text' \(--field names it\): this is int"
     with refused(wrong):
-        make(both, out, workers=1)
+        make(both, out)
     with refused("is not finished"):
         Store(out)
     first = len(sources.plan([str(one)], most=500))
     done = {name: time for name, time in times(out).items() if int(name[:5]) < first}
     assert done
     two.write_text(lines(TEXTS))
-    make(both, out, workers=1)
+    make(both, out)
     assert {name: time for name, time in times(out).items() if name in done} == done
     assert texts_in(out) == TEXTS * 2
     # A finished store is only compared; other sources or settings are refused, and nothing is
@@ -270,10 +279,10 @@ def test_a_mistake_begins_nothing(tmp_path):
     (tmp_path / "one.jsonl").write_text('{"body": "a"}')
     given = [tmp_path / "one.jsonl"]
     with refused("this is an object with 'body'"):
-        make(given, out, workers=1)
+        make(given, out)
     with refused("was begun with .* the field 'text'"):
-        make(given, out, workers=1, field="body", share=slice(0, None, 2))
-    assert make(given, out, workers=1, field="body").documents == 1
+        make(given, out, field="body", share=slice(0, None, 2))
+    assert make(given, out, field="body").documents == 1
 
 
 def test_sources_that_change_meanwhile(tmp_path):
@@ -287,14 +296,14 @@ def test_sources_that_change_meanwhile(tmp_path):
     one.write_text(lines(TEXTS))
     two.write_text("no\n")
     with refused("two.jsonl:1: not JSON"):
-        make(both, out, workers=1)
+        make(both, out)
     theirs = {"notes.txt": "n", "more.tokens": "m", "notes/00009.tokens": "9"}
     (out / "notes").mkdir()
     for name, text in theirs.items():
         (out / name).write_text(text)
     one.write_text(lines(TEXTS[:3]))
     two.write_text(lines(TEXTS[3:5]))
-    assert len(make(both, out, workers=1).shards) == 2 == len(list(out.glob("0*.tokens")))
+    assert len(make(both, out).shards) == 2 == len(list(out.glob("0*.tokens")))
     assert texts_in(out) == TEXTS[:5]
     assert {name: (out / name).read_text() for name in theirs} == theirs
 
@@ -315,7 +324,7 @@ def test_parts_are_the_store_of_one_command(book, tmp_path):
     file, whole, made = book
     out = tmp_path / "out"
     for index in (2, 0):
-        part = make([file], tmp_path / str(index), share=slice(index, None, 3), workers=1)
+        part = make([file], tmp_path / str(index), share=slice(index, None, 3))
         assert part.shards == made.shards[index::3]
         shutil.copytree(tmp_path / str(index), out, dirs_exist_ok=True)
     before = times(out)
@@ -341,7 +350,7 @@ def test_parts_are_the_store_of_one_command(book, tmp_path):
 def test_lines_that_are_wrong(tmp_path, content, message):
     (tmp_path / "x.jsonl").write_bytes(content)
     with refused(message):
-        make([tmp_path / "x.jsonl"], tmp_path / "out", workers=1, most=5)
+        make([tmp_path / "x.jsonl"], tmp_path / "out", most=5)
 
 
 def test_a_damaged_gzip(tmp_path):
