@@ -18,29 +18,26 @@ from ladder_jax import cli, terminal
 from ladder_jax.cli import chat, generate, verbs
 from ladder_jax.errors import one_line
 from ladder_jax.schedule import targets
-
-TINY = (
-    "model.num_layers=2 model.d_model=32 model.d_ff=32 model.dtype=float32 train.steps=4 train.batch=4"
-    " train.sequence=32 train.warmup_steps=2 train.checkpoint_every=2 mesh.tensor=4"
-).split()
+from tests import runs
+from tests.test_loop import SETTINGS
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """In this process; test_smoke trains in one of its own."""
+    """In this process; test_smoke trains in one of its own. Test_loop compiles the same programs."""
     folder = tmp_path_factory.mktemp("cli")
     out = io.StringIO()
     err = io.StringIO()
     (folder / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 400)
-    words = ["train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", "train.interleave=auto"]
+    words = ["train", "tiny", *runs.words("book.txt", "out", *SETTINGS), "train.interleave=auto"]
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert cli.main(words) == 0, err.getvalue()
     out, err = out.getvalue(), err.getvalue()
     assert "held-out loss" in out
     assert "bigram entropy" in out
     assert "train.interleave=auto: 1, as nothing is predicted for cpu" in err.splitlines()
-    assert "step 4/4" in err
-    assert "on 4 of 8 devices (cpu)" in err
+    assert "step 9/9" in err
+    assert "on 2 of 8 devices (cpu)" in err
     assert "data: 1 of 1 files of book.txt, 20,800 bytes of text\n" in err
     assert "notice" not in err
     return folder / "out"
@@ -52,7 +49,7 @@ def test_generate(prints, trained):
     assert greedy.startswith("the cat")
     assert len(greedy) > len("the cat") + 5
     assert prints(*ask, "--tensor", "1") == greedy
-    assert prints("generate", trained / "checkpoints" / "2", *ask[2:]).startswith("the cat")
+    assert prints("generate", trained / "checkpoints" / "4", *ask[2:]).startswith("the cat")
 
 
 def test_generate_in_a_process(run_cli, trained, tmp_path, monkeypatch):

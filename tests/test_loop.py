@@ -18,7 +18,6 @@ import pytest
 
 from ladder_jax import config, nn, parallel, terminal, train
 from ladder_jax.config import TrainConfig
-from ladder_jax.data import dataset
 from ladder_jax.nn import attention_flops
 from ladder_jax.train import folder, metrics, step as steps, timing
 from tests import cases, runs
@@ -26,7 +25,7 @@ from tests.refusals import refused
 
 SETTINGS = """
     train.steps=9 train.checkpoint_every=4 train.warmup_steps=2 train.evaluate_every=6
-    train.evaluation_batches=1 mesh.tensor=2
+    train.evaluation_batches=1 train.loss_chunk=48 mesh.tensor=2
 """.split()
 
 
@@ -380,20 +379,8 @@ def test_the_held_out_loss_holds_as_few_logits_as_a_step(book, tmp_path, monkeyp
         return of_chunks(*args, chunk=chunk, **settings)
 
     monkeypatch.setattr(nn, "loss_sum", recorded)
-    runs.run(book, tmp_path, "train.steps=1", "train.loss_chunk=48")
+    run(book, tmp_path / "run")
     assert set(chunks) == {48}
-
-
-def test_read_ahead_raises_where_the_batch_is_asked_for():
-    def batch(index):
-        if index == 6:
-            raise OSError(5, "Input/output error")
-        return np.full(2, index)
-
-    with dataset.read_ahead(batch, first=4, last=9) as read:
-        assert [next(read)[0] for _ in range(2)] == [4, 5]
-        with pytest.raises(OSError, match="Input/output"):
-            next(read)
 
 
 def test_small_files_are_uploaded_later_where_they_could_not_be(tmp_path, monkeypatch):
