@@ -171,23 +171,23 @@ def test_a_run_without_steps_may_be_begun_anew(book, tmp_path, monkeypatch):
     from other weights, whose tokenizer may be another one. A part of a checkpoint counts as steps.
     """
     directory = tmp_path / "run"
-    other = ["train.steps=1", "train.batch=2"]
+    larger = "train.batch=8"
     with monkeypatch.context() as patched, refused("out of memory"):
         patched.setattr(session.Session, "run", mock.Mock(side_effect=UserError("out of memory")))
-        run(book, directory)
-    given = config.load("tiny", overrides=runs.words(book, directory, *other))
+        run(book, directory, larger)
+    given = config.load("tiny", overrides=runs.words(book, directory))
     start = dataclasses.replace(given, train=dataclasses.replace(given.train, start="elsewhere"))
     part = directory / "checkpoints" / "1"
     for wrong in (start, given):
-        with refused("train.batch was 4, now 2"):
+        with refused("train.batch was 8, now 4"):
             folder.check(wrong, directory)
         part.mkdir(parents=True, exist_ok=True)
     part.rmdir()
-    run(book, directory, *other)
-    assert json.loads((directory / "config.json").read_text())["train"]["batch"] == 2
-    assert [row["tokens"] for row in metrics.read(directory)] == [2 * 32]
-    with refused("train.batch was 2, now 4"):
-        run(book, directory)
+    run(book, directory)
+    assert json.loads((directory / "config.json").read_text())["train"]["batch"] == 4
+    assert metrics.read(directory)[0]["tokens"] == 4 * 32
+    with refused("train.batch was 4, now 8"):
+        run(book, directory, larger)
 
 
 def test_a_folder_of_something_else_is_left_alone(book, tmp_path):
@@ -204,7 +204,7 @@ def test_a_folder_among_the_data(tmp_path, monkeypatch):
     with refused(r"run' lies in data.path='\.': its own files would become"):
         run(".", tmp_path / "runs" / "run")
     assert os.listdir(tmp_path) == ["book.txt"]
-    run("book.txt", tmp_path / "runs" / "run", "train.steps=1")
+    run("book.txt", tmp_path / "runs" / "run")
 
 
 @pytest.mark.parametrize("name", ["caf\udce9", "a\0b", "a.__lock/b"])
