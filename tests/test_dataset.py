@@ -31,7 +31,7 @@ def store(folder, documents, *, tokens="bytes"):
     """Of documents given as strings."""
     folder.mkdir()
     (folder / "lines.jsonl").write_text(lines(documents))
-    make([folder / "lines.jsonl"], folder / "store", most=300, workers=1, tokens=tokens)
+    make([folder / "lines.jsonl"], folder / "store", most=300, tokens=tokens)
     return folder / "store"
 
 
@@ -238,8 +238,8 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
         {"role": "assistant", "content": "sat on the mat"},
     ]
     data.write_text(f"{json.dumps({'messages': turns})}\n" * 8)
-    more = "data.format=examples", "model.vocab_size=301", "train.sequence=32"
-    again = lambda: run(data, directory, f"data.tokenizer={folder}", *more)
+    more = "data.format=examples model.vocab_size=301 train.sequence=32 mesh.data=1 mesh.tensor=1"
+    again = lambda: run(data, directory, f"data.tokenizer={folder}", *more.split())
     result = again()
     whole = losses(directory)
     shutil.rmtree(directory / "checkpoints" / "10")
