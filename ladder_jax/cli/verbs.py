@@ -396,7 +396,7 @@ VERBS = {
     "predict": Verb(
         "Say how fast each residual topology would be on a machine that need not be here, and which to take.",
         "ladder-jax predict --model llama-3-70b --hardware h100-nvlink --tensor 8 --batch 16",
-        "ladder_jax.predict.command:run",
+        "ladder_jax.predict.result:run",
         {
             **MODEL,
             "--hardware NAME": needed("h100-nvlink, h100-no-nvlink, v5e, ... or a YAML file"),

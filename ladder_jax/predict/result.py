@@ -1,5 +1,5 @@
-"""The result of `ladder-jax predict`: a row per topology, the fastest Standard, and a
-recommendation.
+"""The verb `predict`, and its result: a row per topology, the fastest Standard, and a
+recommendation; as JSON, for a terminal, and as a picture.
 
 Of a whole generation the opponent is the fastest Standard. Of one pass, `--phase prefill` and
 `--phase train`, it is the fastest of these: Standard with the whole stream on every rank and with
@@ -10,14 +10,24 @@ the same devices without tensor parallelism; and, of experts with a capacity, wi
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from ladder_jax import files, terminal
 from ladder_jax.config import ExpertParallelism, Launch, Phase, parse_residual
+from ladder_jax.errors import UserError
 from ladder_jax.predict import model
 from ladder_jax.predict.machine import ANY, NCCL
 from ladder_jax.predict.model import Pass, Speed, fastest
 from ladder_jax.predict.program import Choice, Form, Program
-from ladder_jax.predict.request import BASELINE, GENERATE, Request
+from ladder_jax.predict.request import BASELINE, GENERATE, Request, make
 from ladder_jax.predict.work import Model, Task
 from ladder_jax.terminal import Table, number
+
+# parameters of `make`
+OPTIONS = (
+    "model hardware tensor batch prompt_length new_tokens residual ladder_layers layers phase"
+    " sequence launch interleave experts capacity"
+).split()
 
 # a smaller gain over the fastest Standard is within the model's error, and no reason to change a
 # model
@@ -53,6 +63,18 @@ PREFERENCE = (
 """Order of recommendation among equally fast topologies: first those closest to trained and
 measured models.
 """
+
+
+def run(args: dict) -> None:
+    """Print the result. An invalid argument raises UserError before anything is written."""
+    files.check_picture("plot", args["plot"])
+    request = make(**{name: args[name] for name in OPTIONS})
+    if args["plot"] and request.phase:
+        raise UserError(f"--plot belongs to --phase {GENERATE}, not {args['phase']}")
+    answer = predict(request)
+    terminal.answer(answer, as_json=args["json"])
+    if args["plot"]:
+        _plot(answer, file=args["plot"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,3 +374,30 @@ def described(one: Speed | Pass) -> str:
     if isinstance(one, Speed):
         halved = [phase for phase, parts in one.interleave.items() if parts == 2]
     return f"{form}, {' and '.join(halved)} in two halves" if halved else form
+
+
+def _plot(answer: Result, *, file: str) -> None:
+    """One bar per topology, for a decode step and for the prefill: compute, and exposed
+    communication, in ms.
+    """
+    request = answer.request
+    names = [row.residual for row in answer.rows]
+    size = (11, 1.7 + 0.38 * len(names))
+    figure, axes = files.panels(1, 2, size=size, sharey=True)
+    for axis, phase in zip(axes, ("step", "prefill")):
+        passes = [getattr(row.speed, phase) for row in answer.rows]
+        seconds = np.array([1e3 * one.seconds for one in passes])
+        exposed = np.array([1e3 * one.exposed for one in passes])
+        compute = seconds - exposed
+        axis.barh(names, compute, color="#4c78a8", label="compute")
+        bars = axis.barh(
+            names, exposed, left=compute, color="#e45756", label="exposed communication"
+        )
+        axis.bar_label(bars, map(number, seconds), padding=3)
+        axis.margins(x=0.15)
+        axis.set_xlabel(f"ms of a {'decode step' if phase == 'step' else 'prefill'}")
+    axes[0].invert_yaxis()
+    asked = f"{request.model}, tensor {request.tensor}, batch {request.batch}"
+    figure.suptitle(f"{asked} on {request.machine.name}: predicted (analytic)", x=0.01, ha="left")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    files.write_picture(file, figure)
