@@ -92,20 +92,6 @@ class Collective:
     def synchronous(self) -> bool:
         return all(one.issued == one.awaited for one in self.parts)
 
-    def as_dict(self) -> dict:
-        fields = (
-            "kind",
-            "bytes",
-            "axes",
-            "executions",
-            "operations",
-            "kernels",
-            "cycles",
-            "op_name",
-            "synchronous",
-        )
-        return {name: getattr(self, name) for name in fields}
-
 
 def find(costs: Costs) -> list[Collective]:
     """All collectives of the program that run: computation by computation, each in issue order."""

@@ -39,6 +39,18 @@ FIGURES = (
     "verdict",
 )
 """Of a report's JSON, by the names of its attributes."""
+OF_EACH = (
+    "kind",
+    "bytes",
+    "axes",
+    "executions",
+    "operations",
+    "kernels",
+    "cycles",
+    "op_name",
+    "synchronous",
+)
+"""Of a collective's, likewise."""
 SHOWN = 10  # rows of the table in a repr; the command prints all
 
 
@@ -126,7 +138,7 @@ class Transfer:
             "direction": "backward" if self.backward else "forward",
             "status": self.status.name.lower(),
             "window_flops_fraction": self.window,
-            **self.collective.as_dict(),
+            **{name: getattr(self.collective, name) for name in OF_EACH},
         }
 
 
