@@ -69,8 +69,10 @@ def book(tmp_path_factory):
     """Lines of JSON, and a store of them in several shards."""
     folder = tmp_path_factory.mktemp("book")
     (folder / "book.jsonl").write_text(lines(TEXTS))
-    return folder / "book.jsonl", folder / "store", make(
-        [folder / "book.jsonl"], folder / "store", workers=2
+    return (
+        folder / "book.jsonl",
+        folder / "store",
+        make([folder / "book.jsonl"], folder / "store", workers=2),
     )
 
 
