@@ -69,11 +69,8 @@ def book(tmp_path_factory):
     """Lines of JSON, and a store of them in several shards."""
     folder = tmp_path_factory.mktemp("book")
     (folder / "book.jsonl").write_text(lines(TEXTS))
-    return (
-        folder / "book.jsonl",
-        folder / "store",
-        make([folder / "book.jsonl"], folder / "store", workers=2),
-    )
+    made = make([folder / "book.jsonl"], folder / "store", workers=2)
+    return folder / "book.jsonl", folder / "store", made
 
 
 def test_documents_come_in_order_whoever_made_them(book, tmp_path):
