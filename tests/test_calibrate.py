@@ -168,13 +168,13 @@ def test_timings(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        ("", "the following arguments are required: --out"),
-        ("--out mine.txt", "--out mine.txt: the file must end in .yaml or .yml"),
-        ("--out nowhere/mine.yaml", "there is no folder nowhere"),
-        ("--out mine.yaml --repeats 3", "unknown option '--repeats'"),
-        ("--out mine.yaml --tensor 99", "--tensor 99 is more than this machine's 8 devices"),
-    ],
+    {
+        "": "the following arguments are required: --out",
+        "--out mine.txt": "--out mine.txt: the file must end in .yaml or .yml",
+        "--out nowhere/mine.yaml": "there is no folder nowhere",
+        "--out mine.yaml --repeats 3": "unknown option '--repeats'",
+        "--out mine.yaml --tensor 99": "--tensor 99 is more than this machine's 8 devices",
+    }.items(),
 )
 def test_mistakes_are_one_line(words, said, mistake):
     assert said in mistake("calibrate", *words.split())

@@ -24,8 +24,8 @@ def test_presets_survive_being_written_down(name):
 # Parameters as their authors count them, in millions (tied embeddings once).
 @pytest.mark.parametrize(
     "name, millions",
-    [("smollm2-135m", 134.515), ("llama-3.2-1b", 1235.8), ("llama-3.2-3b", 3212.7), ("llama-3-8b", 8030.3),
-     ("llama-3-70b", 70553.7), ("codellama-34b", 33744.0)],
+    {"smollm2-135m": 134.515, "llama-3.2-1b": 1235.8, "llama-3.2-3b": 3212.7, "llama-3-8b": 8030.3,
+     "llama-3-70b": 70553.7, "codellama-34b": 33744.0}.items(),
 )  # fmt: skip
 def test_presets_have_the_published_sizes(name, millions):
     held = models.parameters(config.preset(name))["parameters"]  # of matrices: gains are few
@@ -56,7 +56,7 @@ def test_overrides_and_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given, which", [("2", "2"), ("0,2", "0,2"), ("[0, 2]", "0,2,"), ("all", "all"), ("'1,'", "1,")]
+    "given, which", {"2": "2", "0,2": "0,2", "[0, 2]": "0,2,", "all": "all", "'1,'": "1,"}.items()
 )
 def test_ladder_layers_as_a_user_writes_them(given, which):
     assert (
@@ -66,81 +66,69 @@ def test_ladder_layers_as_a_user_writes_them(given, which):
 
 @pytest.mark.parametrize(
     "given, name",
-    [
-        ("a #1", "a #1"),
-        ("a", "a"),
-        ("a ", "a"),
-        ("'a #1'", "a #1"),
-        ('"a" # b', "a"),
-        ("#1", "#1"),
-        ("''", ""),
-    ],
+    {
+        "a #1": "a #1",
+        "a": "a",
+        "a ": "a",
+        "'a #1'": "a #1",
+        '"a" # b': "a",
+        "#1": "#1",
+        "''": "",
+    }.items(),
 )
 def test_names_as_a_user_writes_them(given, name):
     """Two runs, `a #1` and `a #2`, are not both in the folder `a`."""
     assert config.load("tiny", overrides=[f"run.dir={given}"]).run.dir == name
 
 
-MISTAKES = [
-    ("train.interleave=true", "unknown value for train.interleave: 'True' (allowed: 1, 2, auto)"),
-    ("model.num_layer=4", "unknown setting 'model.num_layer'; did you mean 'model.num_layers'?"),
-    ("model.num_layers=four", 'model.num_layers must be of type int, not "four"'),
-    ("model.num_layers=true", "model.num_layers must be of type int, not true"),
-    ("model.num_layers=0", "model.num_layers must be between 1 and 10,000, not 0"),
-    (
-        "model.num_layers=9999999999",
-        "model.num_layers must be between 1 and 10,000, not 9999999999",
-    ),
-    ("model.ladder_layers=9999999999", "ladder_layers='9999999999' is no choice of layers"),
-    ("train.spike_window=9999999999", "train.spike_window must be between 1 and 10,000"),
-    ("model.residual=ladder-1000", "unknown residual 'ladder-1000'"),
-    ("model.num_heads=7", "model.num_heads=7 does not divide model.d_model=128"),
-    ("model.head_dim=0", "model.head_dim must be positive, not 0"),
-    ("model.num_kv_heads=3", "model.num_kv_heads=3 does not divide model.num_heads=8"),
-    ("mesh.tensor=3", "model.num_heads=8 is not divisible by mesh.tensor=3"),
-    ("train.batch=9999999999", "train.batch x train.sequence must be below 2**31 tokens, not "),
-    ("mesh.data=3", "train.batch=16 is not divisible by the mesh's data x fsdp = 3"),
-    ("mesh.fsdp=3", "model.d_model=128 is not divisible by mesh.fsdp=3"),
-    ("train.accumulate=3", "train.accumulate=3 does not divide a device's 16 rows"),
+MISTAKES = {
+    "train.interleave=true": "unknown value for train.interleave: 'True' (allowed: 1, 2, auto)",
+    "model.num_layer=4": "unknown setting 'model.num_layer'; did you mean 'model.num_layers'?",
+    "model.num_layers=four": 'model.num_layers must be of type int, not "four"',
+    "model.num_layers=true": "model.num_layers must be of type int, not true",
+    "model.num_layers=0": "model.num_layers must be between 1 and 10,000, not 0",
+    "model.num_layers=9999999999": "model.num_layers must be between 1 and 10,000, not 9999999999",
+    "model.ladder_layers=9999999999": "ladder_layers='9999999999' is no choice of layers",
+    "train.spike_window=9999999999": "train.spike_window must be between 1 and 10,000",
+    "model.residual=ladder-1000": "unknown residual 'ladder-1000'",
+    "model.num_heads=7": "model.num_heads=7 does not divide model.d_model=128",
+    "model.head_dim=0": "model.head_dim must be positive, not 0",
+    "model.num_kv_heads=3": "model.num_kv_heads=3 does not divide model.num_heads=8",
+    "mesh.tensor=3": "model.num_heads=8 is not divisible by mesh.tensor=3",
+    "train.batch=9999999999": "train.batch x train.sequence must be below 2**31 tokens, not ",
+    "mesh.data=3": "train.batch=16 is not divisible by the mesh's data x fsdp = 3",
+    "mesh.fsdp=3": "model.d_model=128 is not divisible by mesh.fsdp=3",
+    "train.accumulate=3": "train.accumulate=3 does not divide a device's 16 rows",
     # by which Adam's correction of its moments would divide by 0: all weights were nan
-    ("train.beta1=1", "train.beta1 must be between 0 and 0.9999999, not 1"),
-    ("train.beta2=0.99999999", "train.beta2 must be between 0 and 0.9999999, not 0.99999999"),
-    ("train.z_loss=-1", "train.z_loss must not be negative"),
-    ("model.residual=lader", "unknown residual 'lader'; did you mean 'ladder'?"),
-    ("model.preset=tinny", "unknown preset 'tinny'; did you mean 'tiny'?"),
-    ("model.ladder_layers=9", "ladder_layers='9' is no choice of layers"),
-    ("model.ranks=4", "model.ranks belongs to ladder-fresh and desync-n"),
-    ("train.remat=ful", "unknown value for train.remat: 'ful'; did you mean 'full'?"),
-    ("train.learning_rate=-1", "train.learning_rate must be positive"),
-    ("train.learning_rate=.nan", "train.learning_rate must be a number"),
-    (f"model.num_layers={10**30}", "model.num_layers must be between -(2**63) and 2**63"),
-    (f"model.norm_eps={10**400}", "model.norm_eps must be of type float"),
-    ("model=3", "model must be a section"),
-    ("run.profiler_port=0", "run.profiler_port must be between 1 and 65535, not 0"),
-    ("model.d_ff", "not of the form path.to.field=value"),
-    ("train.seed=-1", "train.seed must be between"),
-    (
-        "train.collective_matmul=ring",
-        "collective_matmul=ring needs sequence_parallel: without it no",
-    ),
-    ("decode.prefill_chunk=0", "decode.prefill_chunk must be positive, not 0"),
-    ("decode.top_k=-1", "decode.top_k must not be negative, not -1"),
-    ("decode.top_k=4294967296", "decode.top_k must be at most 2147483647, not 4294967296"),
-    ("decode.temperature=.inf", "decode.temperature must be at most 1e+30, not inf"),
-    ("decode.top_p=0", "decode.top_p must be above 0 and at most 1, not 0"),
-    ("decode.min_p=-0.1", "decode.min_p must be between 0 and 1, not -0.1"),
-    (
-        "decode.repetition_penalty=0",
-        "decode.repetition_penalty must be between 1e-6 and 1e30, not 0",
-    ),
-    (
-        "decode.repetition_penalty=1e-40",
-        "decode.repetition_penalty must be between 1e-6 and 1e30, not 1e-40",
-    ),
-]
+    "train.beta1=1": "train.beta1 must be between 0 and 0.9999999, not 1",
+    "train.beta2=0.99999999": "train.beta2 must be between 0 and 0.9999999, not 0.99999999",
+    "train.z_loss=-1": "train.z_loss must not be negative",
+    "model.residual=lader": "unknown residual 'lader'; did you mean 'ladder'?",
+    "model.preset=tinny": "unknown preset 'tinny'; did you mean 'tiny'?",
+    "model.ladder_layers=9": "ladder_layers='9' is no choice of layers",
+    "model.ranks=4": "model.ranks belongs to ladder-fresh and desync-n",
+    "train.remat=ful": "unknown value for train.remat: 'ful'; did you mean 'full'?",
+    "train.learning_rate=-1": "train.learning_rate must be positive",
+    "train.learning_rate=.nan": "train.learning_rate must be a number",
+    f"model.num_layers={10**30}": "model.num_layers must be between -(2**63) and 2**63",
+    f"model.norm_eps={10**400}": "model.norm_eps must be of type float",
+    "model=3": "model must be a section",
+    "run.profiler_port=0": "run.profiler_port must be between 1 and 65535, not 0",
+    "model.d_ff": "not of the form path.to.field=value",
+    "train.seed=-1": "train.seed must be between",
+    "train.collective_matmul=ring": "collective_matmul=ring needs sequence_parallel: without it no",
+    "decode.prefill_chunk=0": "decode.prefill_chunk must be positive, not 0",
+    "decode.top_k=-1": "decode.top_k must not be negative, not -1",
+    "decode.top_k=4294967296": "decode.top_k must be at most 2147483647, not 4294967296",
+    "decode.temperature=.inf": "decode.temperature must be at most 1e+30, not inf",
+    "decode.top_p=0": "decode.top_p must be above 0 and at most 1, not 0",
+    "decode.min_p=-0.1": "decode.min_p must be between 0 and 1, not -0.1",
+    "decode.repetition_penalty=0": "decode.repetition_penalty must be between 1e-6 and 1e30, not 0",
+    "decode.repetition_penalty=1e-40": "decode.repetition_penalty must be between 1e-6 and 1e30, not 1e-40",
+}
 
 
-@pytest.mark.parametrize("override, message", MISTAKES)
+@pytest.mark.parametrize("override, message", MISTAKES.items())
 def test_mistakes_are_one_line(override, message):
     with refused(re.escape(message)):
         config.load("tiny", overrides=[override])
@@ -239,17 +227,14 @@ def test_a_conversion_without_ladder_layers():
 
 @pytest.mark.parametrize(
     "content, message",
-    [
-        ("model: [", "is not YAML"),
-        (
-            "train: {steps: 3}\ntrain: {batch: 2}",
-            "is not YAML: 'train' stands there twice, .* line 2",
-        ),
-        ('{"train": {"steps": 3, "steps": 4}}', "'steps' stands there twice"),
-        ("- 1", "must hold sections"),
-        ("\x00", "is not YAML"),
-        (None, "cannot read"),
-    ],
+    {
+        "model: [": "is not YAML",
+        "train: {steps: 3}\ntrain: {batch: 2}": "is not YAML: 'train' stands there twice, .* line 2",
+        '{"train": {"steps": 3, "steps": 4}}': "'steps' stands there twice",
+        "- 1": "must hold sections",
+        "\x00": "is not YAML",
+        None: "cannot read",
+    }.items(),
 )
 def test_unreadable_files(tmp_path, content, message):
     file = tmp_path / "c.yaml"

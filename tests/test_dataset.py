@@ -124,19 +124,19 @@ def test_a_mixture_is_by_weight_and_each_store_whole(book, tmp_path):
 
 @pytest.mark.parametrize(
     "content, message",
-    [
-        ("mixture: 3", "must hold one section 'mixture:'"),
-        ("stores: {a: 1}", "must hold one section 'mixture:'"),
-        ("mixture: {a: 1, ./a: 2}", "names './a' twice"),
-        ("mixture: {a: 0}", "the weight of 'a' must be a number above 0, .*, not 0"),
-        ("mixture: {a: much}", "the weight of 'a' must be a number above 0, .*, not 'much'"),
-        ("mixture: {a: true}", "the weight of 'a' must be a number above 0, .*, not True"),
-        ("mixture: {a: 1.0e-320}", "number above 0, from 1e-12 to 1e\\+12, not 1e-320"),
-        (f"mixture: {{a: {'9' * 400}}}", "must be a number above 0, .*, not 9999"),
-        ("mixture:\n  a: 7\n  a: 3", "is not YAML: 'a' stands there twice, again in line 3"),
-        ("mixture: [", "is not YAML"),
-        ("mixture: {nowhere: 1}", "there is no token store at .*nowhere"),
-    ],
+    {
+        "mixture: 3": "must hold one section 'mixture:'",
+        "stores: {a: 1}": "must hold one section 'mixture:'",
+        "mixture: {a: 1, ./a: 2}": "names './a' twice",
+        "mixture: {a: 0}": "the weight of 'a' must be a number above 0, .*, not 0",
+        "mixture: {a: much}": "the weight of 'a' must be a number above 0, .*, not 'much'",
+        "mixture: {a: true}": "the weight of 'a' must be a number above 0, .*, not True",
+        "mixture: {a: 1.0e-320}": "number above 0, from 1e-12 to 1e\\+12, not 1e-320",
+        f"mixture: {{a: {'9' * 400}}}": "must be a number above 0, .*, not 9999",
+        "mixture:\n  a: 7\n  a: 3": "is not YAML: 'a' stands there twice, again in line 3",
+        "mixture: [": "is not YAML",
+        "mixture: {nowhere: 1}": "there is no token store at .*nowhere",
+    }.items(),
 )
 def test_mixtures_that_are_wrong(tmp_path, content, message):
     (tmp_path / "m.yaml").write_text(content)

@@ -139,21 +139,21 @@ def test_another_mask_is_other_data(tmp_path):
     assert a.fingerprint != b.fingerprint
 
 
-@pytest.mark.parametrize("content, said", [
-    ('{"text": "a"}\n[1]\n', "a.jsonl:2: not a JSON object but list"),
-    ('{"text": "a"}\n\n{"txt": "b"}\n', r"a.jsonl:3: needs 'messages', .* this has 'txt'"),
-    ('{"text": 5}\n', "a.jsonl:1: 'text' must be text, not int"),
-    ("{\n", "a.jsonl:1: not JSON"),
-    ('{"messages": [{"role": "user", "content": "a"}]}\n', "a.jsonl:1: no message has the role 'assistant'"),
-    ('{"messages": [{"role": "bard", "content": "a"}]}\n', "a.jsonl:1: .*no role bard"),
-    ('{"messages": []}\n', "a.jsonl:1: 'messages' must be a list of messages"),
-    ('{"messages": ["a"], "tools": [{}]}\n', "a.jsonl:1: chat templates are not told of 'tools'"),
-    ('{"messages": ["a"]}\n', "a.jsonl:1: a message must be such as"),
-    ('{"messages": [{"role": "user", "content": [{}]}]}\n', "a.jsonl:1: a message must be such as"),
-    ('{"text": "\\ud800"}\n', "a.jsonl:1: .*surrogates"),
-    ('{"text": "abc"}\n', "has 1 examples"),
-    ("", "has 0 examples"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("content, said", {
+    '{"text": "a"}\n[1]\n': "a.jsonl:2: not a JSON object but list",
+    '{"text": "a"}\n\n{"txt": "b"}\n': r"a.jsonl:3: needs 'messages', .* this has 'txt'",
+    '{"text": 5}\n': "a.jsonl:1: 'text' must be text, not int",
+    "{\n": "a.jsonl:1: not JSON",
+    '{"messages": [{"role": "user", "content": "a"}]}\n': "a.jsonl:1: no message has the role 'assistant'",
+    '{"messages": [{"role": "bard", "content": "a"}]}\n': "a.jsonl:1: .*no role bard",
+    '{"messages": []}\n': "a.jsonl:1: 'messages' must be a list of messages",
+    '{"messages": ["a"], "tools": [{}]}\n': "a.jsonl:1: chat templates are not told of 'tools'",
+    '{"messages": ["a"]}\n': "a.jsonl:1: a message must be such as",
+    '{"messages": [{"role": "user", "content": [{}]}]}\n': "a.jsonl:1: a message must be such as",
+    '{"text": "\\ud800"}\n': "a.jsonl:1: .*surrogates",
+    '{"text": "abc"}\n': "has 1 examples",
+    "": "has 0 examples",
+}.items(), ids=str)  # fmt: skip
 def test_what_is_no_example(tmp_path, byte_level, content, said):
     (tmp_path / "a.jsonl").write_text(content)
     with refused(said):

@@ -267,22 +267,22 @@ def test_groups_turn_from_the_top(groups, pace, fractions):
         assert found.tolist() == [1, 1, *last]
 
 
-@pytest.mark.parametrize("given, said", [
-    ("lora.targets=quary", "did you mean 'query'"),
-    ("lora.rank=2", "lora.rank needs train.start"),
-    ("train.freeze=5 train.start=x", "more than model.num_layers=4"),
-    ("distill.alpha=2", "between 0 and 1"),
-    ("distill.residual=standard", "needs a teacher"),
-    ("distill.teacher=x distill.residual=ladder-fresh", "another mesh would have another teacher"),
-    ("distill.teacher=x distill.residual=no-communication", "another mesh would have another teacher"),
-    ("conversion.steps=5 model.residual=standard", "conversion.steps needs"),
-    ("conversion.steps=1 conversion.groups=3", "too few"),
-    ("conversion.steps=9 train.steps=8", "conversion.steps=9 is more than train.steps=8: .* no ladder layers yet"),
-    ("conversion.steps=8 conversion.groups=5", r"conversion.groups=5 is more than the 4 .* \(allowed: 1 to 4\)"),
-    ("conversion.steps=8 conversion.groups=3 model.ladder_layers=2", r"groups=3 is .* \(allowed: 1 to 2\)"),
-    ("conversion.steps=5 train.sequence_parallel=true", "conversion.steps=5 and train.sequence_parallel excl"),
-    ("distill.teacher=x train.z_loss=1e-4", "train.z_loss"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("given, said", {
+    "lora.targets=quary": "did you mean 'query'",
+    "lora.rank=2": "lora.rank needs train.start",
+    "train.freeze=5 train.start=x": "more than model.num_layers=4",
+    "distill.alpha=2": "between 0 and 1",
+    "distill.residual=standard": "needs a teacher",
+    "distill.teacher=x distill.residual=ladder-fresh": "another mesh would have another teacher",
+    "distill.teacher=x distill.residual=no-communication": "another mesh would have another teacher",
+    "conversion.steps=5 model.residual=standard": "conversion.steps needs",
+    "conversion.steps=1 conversion.groups=3": "too few",
+    "conversion.steps=9 train.steps=8": "conversion.steps=9 is more than train.steps=8: .* no ladder layers yet",
+    "conversion.steps=8 conversion.groups=5": r"conversion.groups=5 is more than the 4 .* \(allowed: 1 to 4\)",
+    "conversion.steps=8 conversion.groups=3 model.ladder_layers=2": r"groups=3 is .* \(allowed: 1 to 2\)",
+    "conversion.steps=5 train.sequence_parallel=true": "conversion.steps=5 and train.sequence_parallel excl",
+    "distill.teacher=x train.z_loss=1e-4": "train.z_loss",
+}.items(), ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):
     with refused(said):
         config.load("tiny", overrides=given.split())

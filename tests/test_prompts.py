@@ -141,19 +141,16 @@ def test_answers_to_something_else_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "line, message",
-    [
-        ("{", ":2: not JSON"),
-        ("[]", ":2: each line must be an object such as"),
-        ('{"prompt": ""}', ":2: the prompt is empty"),
-        (
-            '{"prompt": "a", "temprature": 1}',
-            ":2: unknown setting 'temprature'; did you mean 'temperature'",
-        ),
-        ('{"prompt": "a", "top_p": 2}', ":2: decode.top_p must be above 0 and at most 1"),
-        ('{"prompt": "a", "top_k": "x"}', ":2: decode.top_k must be of type int, not"),
-        ('{"prompt": "a", "stop": 1}', ":2: stop must be a list, not 1"),
-        ('{"prompt": "\\ud800"}', ":2: half of a surrogate pair, which is no character"),
-    ],
+    {
+        "{": ":2: not JSON",
+        "[]": ":2: each line must be an object such as",
+        '{"prompt": ""}': ":2: the prompt is empty",
+        '{"prompt": "a", "temprature": 1}': ":2: unknown setting 'temprature'; did you mean 'temperature'",
+        '{"prompt": "a", "top_p": 2}': ":2: decode.top_p must be above 0 and at most 1",
+        '{"prompt": "a", "top_k": "x"}': ":2: decode.top_k must be of type int, not",
+        '{"prompt": "a", "stop": 1}': ":2: stop must be a list, not 1",
+        '{"prompt": "\\ud800"}': ":2: half of a surrogate pair, which is no character",
+    }.items(),
 )
 def test_mistakes_in_a_file_of_prompts(tmp_path, line, message):
     source = tmp_path / "prompts.jsonl"

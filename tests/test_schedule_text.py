@@ -296,25 +296,25 @@ def test_a_loop_turns_as_often_as_its_counter_says(written, instead, turns):
 
 @pytest.mark.parametrize(
     "op_name, owner",
-    [
-        ("jit(f)/layer_3/mlp/launch_sublayer_output/previous/psum", ("3", "attention")),
-        ("jit(f)/layer_3/attention/launch_sublayer_output/previous/psum", ("2", "mlp")),
-        ("jit(f)/layer_3/joint/launch_sublayer_output/previous/psum", ("2", "joint")),
-        ("jit(f)/layer_3/mlp/launch_sublayer_output/psum", ("3", "mlp")),
-        (
-            "jit(f)/layers_0_to_79/while/body/attention/launch_sublayer_output/previous/psum",
-            ("0-79", "mlp"),
+    {
+        "jit(f)/layer_3/mlp/launch_sublayer_output/previous/psum": ("3", "attention"),
+        "jit(f)/layer_3/attention/launch_sublayer_output/previous/psum": ("2", "mlp"),
+        "jit(f)/layer_3/joint/launch_sublayer_output/previous/psum": ("2", "joint"),
+        "jit(f)/layer_3/mlp/launch_sublayer_output/psum": ("3", "mlp"),
+        "jit(f)/layers_0_to_79/while/body/attention/launch_sublayer_output/previous/psum": (
+            "0-79",
+            "mlp",
         ),
-        ("jit(f)/transpose(jvp(layer_1))/attention/enter_sublayer_input/psum", ("1", "attention")),
-        ("jit(f)/launch_sublayer_output/previous/psum", ("last", "")),
-        ("jit(f)/layer_0/attention/enter_sublayer_input/all_gather", ("0", "attention")),
-        ("jit(f)/layer_3/attention/enter_sublayer_input/following/all_gather", ("3", "mlp")),
-        ("jit(f)/layer_3/mlp/enter_sublayer_input/following/all_gather", ("4", "attention")),
-        ("jit(f)/layer_3/joint/enter_sublayer_input/following/all_gather", ("4", "joint")),
-        ("jit(f)/enter_sublayer_input/following/all_gather", ("last", "")),
-        ("jit(f)/transpose(jvp(layer_3))/gather_weights/all_gather", ("3", "")),
-        ("jit(f)/jit(_splash_attention)/psum", ("", "")),
-    ],
+        "jit(f)/transpose(jvp(layer_1))/attention/enter_sublayer_input/psum": ("1", "attention"),
+        "jit(f)/launch_sublayer_output/previous/psum": ("last", ""),
+        "jit(f)/layer_0/attention/enter_sublayer_input/all_gather": ("0", "attention"),
+        "jit(f)/layer_3/attention/enter_sublayer_input/following/all_gather": ("3", "mlp"),
+        "jit(f)/layer_3/mlp/enter_sublayer_input/following/all_gather": ("4", "attention"),
+        "jit(f)/layer_3/joint/enter_sublayer_input/following/all_gather": ("4", "joint"),
+        "jit(f)/enter_sublayer_input/following/all_gather": ("last", ""),
+        "jit(f)/transpose(jvp(layer_3))/gather_weights/all_gather": ("3", ""),
+        "jit(f)/jit(_splash_attention)/psum": ("", ""),
+    }.items(),
 )
 def test_owner(op_name, owner):
     assert judge.owner(op_name) == owner

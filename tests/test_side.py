@@ -311,20 +311,20 @@ def test_the_sizes_of_the_network():
     assert shape("llama-3-8b", 1) == (4096, 14336, 32, 8, 128)
 
 
-@pytest.mark.parametrize("given, said", [
-    ("model.side.reduction=3", r"model.side.reduction=3 does not divide"),
-    ("model.side.reduction=0", "model.side.reduction must be positive"),
-    ("model.side.reductoin=8", "did you mean 'model.side.reduction'"),
-    ("model.side.reduction=8", "model.side needs train.start"),
-    ("model.side.reduction=8 train.start=x lora.rank=2", "lora.rank=2 and model.side exclude each other"),
-    ("model.side.reduction=8 train.start=x train.freeze=1", "train.freeze=1 and model.side exclude each other"),
-    ("model.side.reduction=8 train.start=x conversion.steps=9", "conversion.steps=9 and model.side exclude"),
-    ("model.side.reduction=8 train.start=x train.sequence_parallel=true", "exclude each other: it reads whole"),
-    ("model.side.reduction=8 train.start=x train.interleave=2", "train.interleave=2 exclude each other: of whole"),
-    ("model.side.reduction=8 train.start=x distill.teacher=x distill.hidden_weight=1", "hidden_weight=1.0"),
-    ("model.side.reduction=8 train.start=x model.moe.experts=4"
-     " model.moe.top_k=2 model.moe.expert_width=8", "model.side is for dense models only"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("given, said", {
+    "model.side.reduction=3": r"model.side.reduction=3 does not divide",
+    "model.side.reduction=0": "model.side.reduction must be positive",
+    "model.side.reductoin=8": "did you mean 'model.side.reduction'",
+    "model.side.reduction=8": "model.side needs train.start",
+    "model.side.reduction=8 train.start=x lora.rank=2": "lora.rank=2 and model.side exclude each other",
+    "model.side.reduction=8 train.start=x train.freeze=1": "train.freeze=1 and model.side exclude each other",
+    "model.side.reduction=8 train.start=x conversion.steps=9": "conversion.steps=9 and model.side exclude",
+    "model.side.reduction=8 train.start=x train.sequence_parallel=true": "exclude each other: it reads whole",
+    "model.side.reduction=8 train.start=x train.interleave=2": "train.interleave=2 exclude each other: of whole",
+    "model.side.reduction=8 train.start=x distill.teacher=x distill.hidden_weight=1": "hidden_weight=1.0",
+    "model.side.reduction=8 train.start=x model.moe.experts=4"
+     " model.moe.top_k=2 model.moe.expert_width=8": "model.side is for dense models only",
+}.items(), ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):
     with refused(said):
         config.load("tiny", overrides=given.split())

@@ -144,19 +144,16 @@ def rendered(tmp_path, template):
 
 @pytest.mark.parametrize(
     "template, text",
-    [
-        ("{{ messages | tojson }}", '[{"role": "user", "content": "é<"}]'),
-        (
-            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}",
-            "é<!",
-        ),
-        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
-        ("{{ strftime_now('%Y')[:2] }}{{ tools is none }}", "20True"),
-        ("a\n   {% if true %}\nb\n   {% endif %}\n", "a\nb\n"),
+    {
+        "{{ messages | tojson }}": '[{"role": "user", "content": "é<"}]',
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}": "é<!",
+        "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}": "01",
+        "{{ strftime_now('%Y')[:2] }}{{ tools is none }}": "20True",
+        "a\n   {% if true %}\nb\n   {% endif %}\n": "a\nb\n",
         # nothing of the program's
-        ("{{ ('<{0.__globals__}>' | attr('format'))(raise_exception) }}", "<>"),
-        ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
-    ],
+        "{{ ('<{0.__globals__}>' | attr('format'))(raise_exception) }}": "<>",
+        "{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}": "2",
+    }.items(),
 )
 def test_what_templates_may_use(tmp_path, template, text):
     assert rendered(tmp_path, template) == text
@@ -164,14 +161,14 @@ def test_what_templates_may_use(tmp_path, template, text):
 
 @pytest.mark.parametrize(
     "template, message",
-    [
-        ("{% if %}", "chat template is not valid"),
-        ("{{ messages.append(1) }}", "refuses these messages: .*unsafe"),
-        ("{{ ''.__class__.__mro__ }}", "refuses these messages: .*unsafe"),
-        ("{{ messages[0].content + 1 }}", "refuses these messages"),
-        ("{% for i in range(10**9) %}x{% endfor %}", "refuses these messages: Range too big"),
-        (None, "has no chat template"),
-    ],
+    {
+        "{% if %}": "chat template is not valid",
+        "{{ messages.append(1) }}": "refuses these messages: .*unsafe",
+        "{{ ''.__class__.__mro__ }}": "refuses these messages: .*unsafe",
+        "{{ messages[0].content + 1 }}": "refuses these messages",
+        "{% for i in range(10**9) %}x{% endfor %}": "refuses these messages: Range too big",
+        None: "has no chat template",
+    }.items(),
 )
 def test_templates_that_do_not_work(tmp_path, template, message):
     with refused(message):

@@ -509,18 +509,18 @@ def test_the_command(run_cli, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [
-        ("nowhere --out x", "'nowhere' does not exist (a text file, a folder, .jsonl"),
-        ("/dev/null --out x", "'/dev/null': this is a device or a pipe; name a file"),
-        ("book.jsonl ./book.jsonl --out x", "is named twice"),
-        ("book.jsonl --out .", "--out .: something else is there; name a new folder"),
-        (". --out x", "--out x lies in the source '.'"),
-        ("book.jsonl --out x --workers 0", "--workers must be positive, not 0"),
-        ("book.jsonl --out x --tokenizer nowhere", "there is no tokenizer at 'nowhere'"),
-        ("book.jsonl --out x --part 3/2", "--part 3/2 must be I/N with I from 1 to N, such as 2/8"),
-        ("book.jsonl --out x --part 1/2 --verify", "give it without --part"),
-        ("book.jsonl --out x --split test", "--split is for data sets of the Hub"),
-    ],
+    {
+        "nowhere --out x": "'nowhere' does not exist (a text file, a folder, .jsonl",
+        "/dev/null --out x": "'/dev/null': this is a device or a pipe; name a file",
+        "book.jsonl ./book.jsonl --out x": "is named twice",
+        "book.jsonl --out .": "--out .: something else is there; name a new folder",
+        ". --out x": "--out x lies in the source '.'",
+        "book.jsonl --out x --workers 0": "--workers must be positive, not 0",
+        "book.jsonl --out x --tokenizer nowhere": "there is no tokenizer at 'nowhere'",
+        "book.jsonl --out x --part 3/2": "--part 3/2 must be I/N with I from 1 to N, such as 2/8",
+        "book.jsonl --out x --part 1/2 --verify": "give it without --part",
+        "book.jsonl --out x --split test": "--split is for data sets of the Hub",
+    }.items(),
 )
 def test_a_wrong_command_is_one_line(arguments, message, mistake, tmp_path):
     (tmp_path / "book.jsonl").write_text(lines(TEXTS))

@@ -199,13 +199,13 @@ def test_a_sentencepiece_tokenizer_is_what_it_was(tmp_path):
 
 @pytest.mark.parametrize(
     "name, words",
-    [
-        ("gpt-2", ["it", "'", "S", " 12345", " Ab", "!!", "\n\n", " a"]),
-        ("smollm", ["it", "'", "S", " ", "1", "2", "3", "4", "5", " Ab", "!!", "\n\n", " a"]),
-        ("llama-bpe", ["it", "'S", " ", "123", "45", " Ab", "!!\n\n", " a"]),
-        ("qwen2", ["it", "'S", " ", "1", "2", "3", "4", "5", " Ab", "!!\n\n", " a"]),
-        ("default", ["it", "'", "S", " ", "123", "45", " Ab", "!!", "\n\n", " a"]),
-    ],
+    {
+        "gpt-2": ["it", "'", "S", " 12345", " Ab", "!!", "\n\n", " a"],
+        "smollm": ["it", "'", "S", " ", "1", "2", "3", "4", "5", " Ab", "!!", "\n\n", " a"],
+        "llama-bpe": ["it", "'S", " ", "123", "45", " Ab", "!!\n\n", " a"],
+        "qwen2": ["it", "'S", " ", "1", "2", "3", "4", "5", " Ab", "!!\n\n", " a"],
+        "default": ["it", "'", "S", " ", "123", "45", " Ab", "!!", "\n\n", " a"],
+    }.items(),
 )
 def test_words(name, words):
     rule = RULES[name]

@@ -163,21 +163,15 @@ def test_training_starts_from_any_model(files, tmp_path):
 
 @pytest.mark.parametrize(
     "words, message",
-    [
-        (
-            "generate smol.gguf --prompt x",
-            "did you mean 'small.gguf'? (allowed: a run's folder, a Hug",
-        ),
+    {
+        "generate smol.gguf --prompt x": "did you mean 'small.gguf'? (allowed: a run's folder, a Hug",
         # what is here is not the Hub's
-        ("generate qwen2/nowhere --prompt x", "there is no model at 'qwen2/nowhere'"),
-        ("generate tiny --prompt x", "'tiny' is a preset, a shape without weights"),
-        ("generate hf://one --prompt x", "write hf://org/name[@revision]"),
-        ("evaluate mistrel --text qwen2/config.json", "did you mean 'mistral'?"),
-        (
-            "predict --hardware v5e --model llama-3-7b",
-            "unknown preset 'llama-3-7b'; did you mean 'llama-3-70b'?",
-        ),
-    ],
+        "generate qwen2/nowhere --prompt x": "there is no model at 'qwen2/nowhere'",
+        "generate tiny --prompt x": "'tiny' is a preset, a shape without weights",
+        "generate hf://one --prompt x": "write hf://org/name[@revision]",
+        "evaluate mistrel --text qwen2/config.json": "did you mean 'mistral'?",
+        "predict --hardware v5e --model llama-3-7b": "unknown preset 'llama-3-7b'; did you mean 'llama-3-70b'?",
+    }.items(),
 )
 def test_names_of_nothing(words, message, files, mistake, monkeypatch):
     monkeypatch.chdir(files)
@@ -192,16 +186,16 @@ def test_what_is_loaded_is_here():
 
 @pytest.mark.parametrize(
     "name, parts",
-    [
-        ("org/name", ("org/name", None, None)),
-        ("hf://org/na-me.1@v1/x", ("org/na-me.1", None, "v1/x")),
-        ("org/name/q/x.gguf@main", ("org/name", "q/x.gguf", "main")),
-        ("org/name.gguf", None),
-        ("org", None),
-        ("../name", None),
-        ("org/name/file.bin", None),
-        ("/org/name", None),
-    ],
+    {
+        "org/name": ("org/name", None, None),
+        "hf://org/na-me.1@v1/x": ("org/na-me.1", None, "v1/x"),
+        "org/name/q/x.gguf@main": ("org/name", "q/x.gguf", "main"),
+        "org/name.gguf": None,
+        "org": None,
+        "../name": None,
+        "org/name/file.bin": None,
+        "/org/name": None,
+    }.items(),
 )
 def test_identifiers(name, parts):
     parsed = hubs.Identifier.parse(name)
