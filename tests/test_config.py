@@ -171,47 +171,37 @@ def test_sections_in_python():
     assert dataclasses.replace(config.TrainConfig(), loop="unrolled").loop is config.Loop.UNROLLED
 
 
-IN_PYTHON = [
-    (
-        lambda: config.preset("tiny", biases="nope"),
-        "unknown value for model.biases: 'nope'; did you mean 'none'?",
+IN_PYTHON = {
+    "unknown value for model.biases: 'nope'; did you mean 'none'?": lambda: config.preset(
+        "tiny", biases="nope"
     ),
-    (
-        lambda: config.preset("tiny", tie_embeddings="no"),
-        'model.tie_embeddings must be of type bool, not "no"',
+    'model.tie_embeddings must be of type bool, not "no"': lambda: config.preset(
+        "tiny", tie_embeddings="no"
     ),
-    (lambda: config.preset("tiny", dtype=float), "unknown value for model.dtype:"),
-    (
-        lambda: config.preset("tiny", num_layers=np.zeros(2)),
-        "model.num_layers must be of type int, not a ndarray",
+    "unknown value for model.dtype:": lambda: config.preset("tiny", dtype=float),
+    "model.num_layers must be of type int, not a ndarray": lambda: config.preset(
+        "tiny", num_layers=np.zeros(2)
     ),
-    (
-        lambda: config.preset("tiny", ladder_layers=True),
-        "model.ladder_layers must be of type str, not true",
+    "model.ladder_layers must be of type str, not true": lambda: config.preset(
+        "tiny", ladder_layers=True
     ),
-    (
-        lambda: config.preset("tiny", ladder_layers=[4]),
-        "ladder_layers='4,' is no choice of layers",
+    "ladder_layers='4,' is no choice of layers": lambda: config.preset("tiny", ladder_layers=[4]),
+    "model.rope_scaling must be a section (a RopeScaling, or": lambda: config.preset(
+        "tiny", rope_scaling=8.0
     ),
-    (
-        lambda: config.preset("tiny", rope_scaling=8.0),
-        "model.rope_scaling must be a section (a RopeScaling, or",
+    "did you mean 'qkv'?": lambda: dataclasses.replace(config.ModelConfig(), biases="qvk"),
+    "train.steps must be of type int, not 1.5": lambda: config.TrainConfig(steps=1.5),
+    "unknown value for decode.quantize: 'int4'; did you mean 'int8'?": lambda: config.DecodeConfig(
+        quantize="int4"
     ),
-    (lambda: dataclasses.replace(config.ModelConfig(), biases="qvk"), "did you mean 'qkv'?"),
-    (lambda: config.TrainConfig(steps=1.5), "train.steps must be of type int, not 1.5"),
-    (
-        lambda: config.DecodeConfig(quantize="int4"),
-        "unknown value for decode.quantize: 'int4'; did you mean 'int8'?",
+    "model must be a section (a ModelConfig, or a mapping of its fields), no": lambda: (
+        config.RunConfig(model="tiny")
     ),
-    (
-        lambda: config.RunConfig(model="tiny"),
-        "model must be a section (a ModelConfig, or a mapping of its fields), no",
-    ),
-    (lambda: parallel.make_mesh(tensor="4"), 'mesh.tensor must be of type int, not "4"'),
-]
+    'mesh.tensor must be of type int, not "4"': lambda: parallel.make_mesh(tensor="4"),
+}
 
 
-@pytest.mark.parametrize("make, message", IN_PYTHON)
+@pytest.mark.parametrize("message, make", IN_PYTHON.items())
 def test_mistakes_in_python_are_one_line_when_made(make, message):
     with refused(re.escape(message)):
         make()

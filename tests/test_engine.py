@@ -244,16 +244,16 @@ def test_a_full_queue():
 
 
 @pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(prompt=[]), "the prompt is empty"),
-        (dict(prompt=[1.7]), "prompt must be a list of whole numbers"),
-        (dict(top_k=2**31), "top_k must be at most 2147483647"),
-        (dict(temperature=float("inf")), "temperature must be at most 1e.30, not inf"),
-        (dict(stop_ids=["x"]), "stop_ids must be a list of whole numbers"),
-        (dict(stop="a"), "stop strings need a decoder"),
-        (dict(stop=["a", "b" * 1001]), "a stop string may have 1000 characters, not 1001"),
-    ],
+    "message, wrong",
+    {
+        "the prompt is empty": dict(prompt=[]),
+        "prompt must be a list of whole numbers": dict(prompt=[1.7]),
+        "top_k must be at most 2147483647": dict(top_k=2**31),
+        "temperature must be at most 1e.30, not inf": dict(temperature=float("inf")),
+        "stop_ids must be a list of whole numbers": dict(stop_ids=["x"]),
+        "stop strings need a decoder": dict(stop="a"),
+        "a stop string may have 1000 characters, not 1001": dict(stop=["a", "b" * 1001]),
+    }.items(),
 )
 def test_impossible_requests(wrong, message):
     ours = engine(decoder=None)

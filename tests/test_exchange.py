@@ -133,33 +133,25 @@ def test_a_run_reports_what_it_drops(form, book, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overrides, reason",
-    [
-        (
-            [],
-            "experts=exchange needs model.moe.capacity, such as 1.25: .* of which 4 drops no row",
-        ),
-        (["model.moe.capacity=1"], "experts=exchange needs sequence_parallel"),
-        (["model.moe=null", "model.residual=ladder"], "experts=exchange needs experts"),
-        (
-            ["model.moe.dense_layers=1"],
-            "experts=exchange needs experts in all layers, not .*dense_layers=1",
-        ),
-        (
-            ["model.residual=parallel"],
-            "not with the residual 'parallel' .allowed: standard, ladder, ladder-K, farskip",
-        ),
-        (
-            [
-                "model.residual=no-communication",
-                "model.moe.capacity=1",
-                "train.sequence_parallel=true",
-            ],
-            "experts=exchange: not with the residual 'no-communication'",
-        ),
-        (["model.moe.capacity=0"], "model.moe.capacity must be positive, not 0"),
-        (["mesh.experts=exchnge"], "did you mean 'exchange'"),
-    ],
+    "reason, overrides",
+    {
+        "experts=exchange needs model.moe.capacity, such as 1.25: .* of which 4 drops no row": [],
+        "experts=exchange needs sequence_parallel": ["model.moe.capacity=1"],
+        "experts=exchange needs experts": ["model.moe=null", "model.residual=ladder"],
+        "experts=exchange needs experts in all layers, not .*dense_layers=1": [
+            "model.moe.dense_layers=1"
+        ],
+        "not with the residual 'parallel' .allowed: standard, ladder, ladder-K, farskip": [
+            "model.residual=parallel"
+        ],
+        "experts=exchange: not with the residual 'no-communication'": [
+            "model.residual=no-communication",
+            "model.moe.capacity=1",
+            "train.sequence_parallel=true",
+        ],
+        "model.moe.capacity must be positive, not 0": ["model.moe.capacity=0"],
+        "did you mean 'exchange'": ["mesh.experts=exchnge"],
+    }.items(),
 )
 def test_refusals(overrides, reason):
     with refused(reason):
@@ -245,27 +237,23 @@ def test_requests():
 
 
 @pytest.mark.parametrize(
-    "changes, reason",
-    [
-        (dict(experts="exchange"), "experts=exchange needs sequence_parallel"),
-        (
-            dict(experts="exchange", sequence_parallel=True, model="tiny"),
-            "experts=exchange needs experts",
+    "reason, changes",
+    {
+        "experts=exchange needs sequence_parallel": dict(experts="exchange"),
+        "experts=exchange needs experts": dict(
+            experts="exchange", sequence_parallel=True, model="tiny"
         ),
-        (
-            dict(experts="exchange", sequence_parallel=True, residual="parallel"),
-            "not with the residual 'parallel'",
+        "not with the residual 'parallel'": dict(
+            experts="exchange", sequence_parallel=True, residual="parallel"
         ),
-        (dict(capacity=1.5), "--capacity 1.5 is for --experts exchange"),
-        (
-            dict(experts="exchange", sequence_parallel=True, capacity=-1.0),
-            "model.moe.capacity must be positive",
+        "--capacity 1.5 is for --experts exchange": dict(capacity=1.5),
+        "model.moe.capacity must be positive": dict(
+            experts="exchange", sequence_parallel=True, capacity=-1.0
         ),
-        (
-            dict(experts="exchange", sequence_parallel=True, model="dense.yaml"),
-            "not model.moe.dense_layers=1",
+        "not model.moe.dense_layers=1": dict(
+            experts="exchange", sequence_parallel=True, model="dense.yaml"
         ),
-    ],
+    }.items(),
 )
 def test_requests_that_are_refused(changes, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -151,13 +151,13 @@ def test_a_capacity_may_change(before, after):
 DENSE = "model.moe.dense_layers=1", "model.residual=farskip"
 
 
-@pytest.mark.parametrize("given, said", [
-    (["model.residual=parallel-ladder", "conversion.steps=4"], "ladder-fresh or farskip, not 'parallel-ladder'"),
-    (["train.freeze=1", "train.start=x", *DENSE], "freeze=1 and .*dense_layers exclude each other: .* all alike"),
-    (["lora.rank=2", "lora.targets=query", "train.start=x", *DENSE], "lora.rank=2 and model.moe.dense_layers exclude"),
-    (["conversion.steps=4", *DENSE], "conversion.steps=4 and model.moe.dense_layers exclude"),
-    (["distill.hidden_weight=0.5", "distill.teacher=x", *DENSE], "hidden_weight=0.5 and .*dense_layers exclude"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("said, given", {
+    "ladder-fresh or farskip, not 'parallel-ladder'": ["model.residual=parallel-ladder", "conversion.steps=4"],
+    "freeze=1 and .*dense_layers exclude each other: .* all alike": ["train.freeze=1", "train.start=x", *DENSE],
+    "lora.rank=2 and model.moe.dense_layers exclude": ["lora.rank=2", "lora.targets=query", "train.start=x", *DENSE],
+    "conversion.steps=4 and model.moe.dense_layers exclude": ["conversion.steps=4", *DENSE],
+    "hidden_weight=0.5 and .*dense_layers exclude": ["distill.hidden_weight=0.5", "distill.teacher=x", *DENSE],
+}.items(), ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):
     with refused(said):
         config.load("tiny-moe", overrides=given)

@@ -319,20 +319,20 @@ def wrong(names, sizes=(2, 4), **axes):
     return lambda: lj.mesh_of(jax.make_mesh(sizes, names), axes=axes or None)
 
 
-@pytest.mark.parametrize("make, said", [
-    (wrong(("dp", "tp")), r"has the axes \('dp', 'tp'\), and a model's are .*axes={'data': 'dp', 'tensor': 'tp'}\)"),
-    (wrong(("data", "model")), r"name them by ladder_jax.mesh_of\(mesh, axes={'tensor': 'model'}\)"),
-    (wrong(("dp", "tp"), data="dp"), r"axes={'data': 'dp', 'tensor': 'tp'}"),
-    (wrong(("a", "b", "c"), (2, 2, 2)), r"axes={'data': 'a', 'fsdp': 'b', 'tensor': 'c'}"),
-    (wrong(("dp", "tp"), tensr="tp"), "unknown axis 'tensr'; did you mean 'tensor'"),
-    (wrong(("dp", "tp"), tensor="tpp"), "unknown axis of the mesh 'tpp'; did you mean 'tp'"),
-    (wrong(("dp", "tp"), tensor="tp", data="tp"), "axes must name an axis of the mesh once"),
-    (lambda: lj.mesh_of(8), "mesh must be of type Mesh, not 8"),
-    (lambda: lj.mesh_of(lj.make_mesh(), axes=("tp",)), "axes must be of type Mapping, not a tuple"),
-    (lambda: nnx.eval_shape(lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0))), "inside jax.jit and the like needs its"),
-    (lambda: model_on(lj.make_mesh())(TOKENS), "set by jax.set_mesh has 8 devices, and this model's 1: make the model"),
-    (lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0)), "has the axes .'x',., and a model's are"),
-], ids=lambda value: value[:40] if isinstance(value, str) else "call")  # fmt: skip
+@pytest.mark.parametrize("said, make", {
+    r"has the axes \('dp', 'tp'\), and a model's are .*axes={'data': 'dp', 'tensor': 'tp'}\)": wrong(("dp", "tp")),
+    r"name them by ladder_jax.mesh_of\(mesh, axes={'tensor': 'model'}\)": wrong(("data", "model")),
+    r"axes={'data': 'dp', 'tensor': 'tp'}": wrong(("dp", "tp"), data="dp"),
+    r"axes={'data': 'a', 'fsdp': 'b', 'tensor': 'c'}": wrong(("a", "b", "c"), (2, 2, 2)),
+    "unknown axis 'tensr'; did you mean 'tensor'": wrong(("dp", "tp"), tensr="tp"),
+    "unknown axis of the mesh 'tpp'; did you mean 'tp'": wrong(("dp", "tp"), tensor="tpp"),
+    "axes must name an axis of the mesh once": wrong(("dp", "tp"), tensor="tp", data="tp"),
+    "mesh must be of type Mesh, not 8": lambda: lj.mesh_of(8),
+    "axes must be of type Mapping, not a tuple": lambda: lj.mesh_of(lj.make_mesh(), axes=("tp",)),
+    "inside jax.jit and the like needs its": lambda: nnx.eval_shape(lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0))),
+    "set by jax.set_mesh has 8 devices, and this model's 1: make the model": lambda: model_on(lj.make_mesh())(TOKENS),
+    "has the axes .'x',., and a model's are": lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0)),
+}.items(), ids=lambda value: value[:40] if isinstance(value, str) else "call")  # fmt: skip
 def test_what_is_refused(make, said):
     """In one line."""
     with setting(jax.make_mesh((8,), ("x",))), refused(said) as error:

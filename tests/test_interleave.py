@@ -187,29 +187,21 @@ def gradients(definition, **settings):
 RING = dict(sequence_parallel=True, collective_matmul=config.CollectiveMatmul.RING)
 
 
-@pytest.mark.parametrize("made, said", [
-    (lambda: of_run(residual="desync-2"), "interleave=2 is for a residual that reduces every"),
-    (lambda: of_run(sequence_parallel=True, accumulate=4), "halves the rows of a split stream .*: 1 is an odd"),
-    (
-        lambda: of_run(**RING),
-        "hides gathers and scatters, of which collective_matmul=ring leaves none",
-    ),
-    (lambda: own_layers(1, interleave=2), "interleave=2 takes halves of the rows, and 1 is odd"),
-    (lambda: own_layers(2, interleave=3), r"interleave must be 1 .* or 2 \(two halves of it in turn\), not 3"),
-    (
+@pytest.mark.parametrize("said, made", {
+    "interleave=2 is for a residual that reduces every": lambda: of_run(residual="desync-2"),
+    "halves the rows of a split stream .*: 1 is an odd": lambda: of_run(sequence_parallel=True, accumulate=4),
+    "hides gathers and scatters, of which collective_matmul=ring leaves none": lambda: of_run(**RING),
+    "interleave=2 takes halves of the rows, and 1 is odd": lambda: own_layers(1, interleave=2),
+    r"interleave must be 1 .* or 2 \(two halves of it in turn\), not 3": lambda: own_layers(2, interleave=3),
+    "interleave=2 is not for farskip with a shared expert, which is reduced with attention":
         lambda: gradients(experts.define("farskip", "shared", tensor=4)),
-        "interleave=2 is not for farskip with a shared expert, which is reduced with attention",
-    ),
-    (lambda: gradients(cases.define("desync-2", tensor=4)), "every sublayer's output, not desync-2"),
-    (lambda: config.Execution(interleave=3), r"interleave must be 1 \(the whole batch\) or 2"),
-    (lambda: config.TrainConfig(interleave=3), r"unknown value for train.interleave: .* \(allowed: 1, 2, auto\)"),
-    (lambda: config.DecodeConfig(interleave=0), r"unknown value for decode.interleave: .* \(allowed: 1, 2, auto\)"),
-    (lambda: config.DecodeConfig(interleave=2, prefill_chunk=1), "decode.prefill_chunk=1 has no halves"),
-    (
-        lambda: gradients(cases.define("standard", tensor=4), **RING),
-        "collective_matmul=ring leaves none",
-    ),
-])  # fmt: skip
+    "every sublayer's output, not desync-2": lambda: gradients(cases.define("desync-2", tensor=4)),
+    r"interleave must be 1 \(the whole batch\) or 2": lambda: config.Execution(interleave=3),
+    r"unknown value for train.interleave: .* \(allowed: 1, 2, auto\)": lambda: config.TrainConfig(interleave=3),
+    r"unknown value for decode.interleave: .* \(allowed: 1, 2, auto\)": lambda: config.DecodeConfig(interleave=0),
+    "decode.prefill_chunk=1 has no halves": lambda: config.DecodeConfig(interleave=2, prefill_chunk=1),
+    "collective_matmul=ring leaves none": lambda: gradients(cases.define("standard", tensor=4), **RING),
+}.items())  # fmt: skip
 def test_what_is_refused(made, said):
     with refused(said):
         made()

@@ -403,26 +403,21 @@ def test_a_confirmed_answer(capsys, prints, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, said",
-    [
-        (dict(tokens=1000, sequence=512), "--tokens 1000 are not a multiple of --sequence 512"),
-        (dict(residual="ladder-fresh"), "give model.ranks"),
-        (dict(capacity=1.25), "--capacity 1.25 is of experts, which llama-3-70b has not"),
-        (
-            dict(interleave=Interleave.HALVES, residual="no-communication"),
-            "interleave=2 is for a residual that",
+    "said, change",
+    {
+        "--tokens 1000 are not a multiple of --sequence 512": dict(tokens=1000, sequence=512),
+        "give model.ranks": dict(residual="ladder-fresh"),
+        "--capacity 1.25 is of experts, which llama-3-70b has not": dict(capacity=1.25),
+        "interleave=2 is for a residual that": dict(
+            interleave=Interleave.HALVES, residual="no-communication"
         ),
-        (
-            dict(
-                model="tiny", target="cpu:1", tokens=512, sequence=512, interleave=Interleave.HALVES
-            ),
-            "splits tiny and 1 sequences of 512 (--interleave 2: over several tensor ranks",
+        "splits tiny and 1 sequences of 512 (--interleave 2: over several tensor ranks": dict(
+            model="tiny", target="cpu:1", tokens=512, sequence=512, interleave=Interleave.HALVES
         ),
-        (
-            dict(model="tiny", target="cpu:7", tokens=2048, sequence=512),
-            "no mesh of cpu:7's 7 devices splits tiny and 4 sequences",
+        "no mesh of cpu:7's 7 devices splits tiny and 4 sequences": dict(
+            model="tiny", target="cpu:7", tokens=2048, sequence=512
         ),
-    ],
+    }.items(),
 )
 def test_mistakes(change, said):
     with refused(re.escape(said)):

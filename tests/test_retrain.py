@@ -265,13 +265,13 @@ def test_a_start_that_has_changed_is_refused(trained, place, tmp_path):
         run(place, tmp_path / "copy", *EVERYTHING)
 
 
-@pytest.mark.parametrize("more, said", [
-    (["model.d_ff=32"], r"train.start=.*: the checkpoint has model.d_ff=16, and this run model.d_ff=32"),
-    (["model.residual=parallel-shared-norm"], "has one norm"),
-    (["train.start=nowhere"], "train.start: there is no model at 'nowhere'"),
-    (["distill.teacher=nowhere"], "distill.teacher: there is no model"),
-    (["distill.teacher=start"], "model itself.* or of refitted weights distill.teacher=PATH"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("said, more", {
+    r"train.start=.*: the checkpoint has model.d_ff=16, and this run model.d_ff=32": ["model.d_ff=32"],
+    "has one norm": ["model.residual=parallel-shared-norm"],
+    "train.start: there is no model at 'nowhere'": ["train.start=nowhere"],
+    "distill.teacher: there is no model": ["distill.teacher=nowhere"],
+    "model itself.* or of refitted weights distill.teacher=PATH": ["distill.teacher=start"],
+}.items(), ids=str)  # fmt: skip
 def test_what_does_not_fit_is_one_line(place, tmp_path, more, said):
     with refused(said):
         run(place, tmp_path / "run", *more)

@@ -224,31 +224,27 @@ EMPTY = dict(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[], 
 
 
 @pytest.mark.parametrize(
-    "damage, message",
-    [
-        (lambda f: (f / "tokenizer.json").unlink(), "holds no tokenizer.json"),
-        (lambda f: (f / "tokenizer.json").write_text("{}"), "is not a tokenizer"),
-        (lambda f: (f / "tokenizer.json").write_bytes(b"\xff"), "is not UTF-8 text"),
-        (lambda f: (f / "tokenizer_config.json").write_text("{"), "is not JSON"),
-        (lambda f: (f / "generation_config.json").write_text("[]"), "must hold a JSON object"),
-        (
-            lambda f: word_piece().save(str(f / "tokenizer.json")),
-            "decoder 'WordPiece' is not supported",
+    "message, damage",
+    {
+        "holds no tokenizer.json": lambda f: (f / "tokenizer.json").unlink(),
+        "is not a tokenizer": lambda f: (f / "tokenizer.json").write_text("{}"),
+        "is not UTF-8 text": lambda f: (f / "tokenizer.json").write_bytes(b"\xff"),
+        "is not JSON": lambda f: (f / "tokenizer_config.json").write_text("{"),
+        "must hold a JSON object": lambda f: (f / "generation_config.json").write_text("[]"),
+        "decoder 'WordPiece' is not supported": lambda f: word_piece().save(
+            str(f / "tokenizer.json")
         ),
-        (
-            lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}'),
-            "cannot encode this text",
+        "cannot encode this text": lambda f: (f / "tokenizer_config.json").write_text(
+            '{"eos_token": "\\ud800"}'
         ),
-        (lambda f: changed(f, **EMPTY), "is not a tokenizer: .*empty"),
-        (
-            lambda f: changed(f, normalizer=charsmap(b"")),
-            "is not a tokenizer: .*Cannot parse precompiled_charsmap",
+        "is not a tokenizer: .*empty": lambda f: changed(f, **EMPTY),
+        "is not a tokenizer: .*Cannot parse precompiled_charsmap": lambda f: changed(
+            f, normalizer=charsmap(b"")
         ),
-        (
-            lambda f: changed(f, normalizer=charsmap(b"\1\0\0\0")),
-            "is not a tokenizer: index out of bounds",
+        "is not a tokenizer: index out of bounds": lambda f: changed(
+            f, normalizer=charsmap(b"\1\0\0\0")
         ),
-    ],
+    }.items(),
 )
 def test_files_that_are_wrong(tmp_path, damage, message):
     folder = pathlib.Path(tokenizers.folder(tmp_path / "t"))

@@ -87,14 +87,14 @@ def test_each_token_is_scored_once(window, stride):
 
 
 @pytest.mark.parametrize(
-    "how, message",
-    [
-        (dict(window=0, stride=0), "window must be at least 1, not 0"),
-        (dict(window=8, stride=0), "stride must be at least 1, not 0"),
-        (dict(window=8.0), "window must be a whole number, not 8.0"),
-        (dict(window=8, stride=True), "stride must be a whole number, not True"),
-        (dict(prefix="a"), "prefix must be a whole number, not 'a'"),
-    ],
+    "message, how",
+    {
+        "window must be at least 1, not 0": dict(window=0, stride=0),
+        "stride must be at least 1, not 0": dict(window=8, stride=0),
+        "window must be a whole number, not 8.0": dict(window=8.0),
+        "stride must be a whole number, not True": dict(window=8, stride=True),
+        "prefix must be a whole number, not 'a'": dict(prefix="a"),
+    }.items(),
 )
 def test_wrong_windows(how, message):
     with refused(message):

@@ -111,14 +111,14 @@ def test_what_cannot_be_represented_is_named(settings, named, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tensors, named",
-    [
-        ({"blk.1.ffn_up.weight": None}, "holds no blk.1.ffn_up.weight"),
-        ({"blk.1.attn_q.weight": SMALL}, "blk.1.attn_q.weight is (64, 32), but (32, 32)"),
-        ({"blk.0.ffn_gate_exps.weight": SMALL}, "holds blk.0.ffn_gate_exps.weight"),
-        ({"token_embd.weight": None, "output.weight": None}, "has no table token_embd.weight"),
-        ({"output_norm.weight": np.zeros(32, np.int32)}, "output_norm.weight is of type I32"),
-    ],
+    "named, tensors",
+    {
+        "holds no blk.1.ffn_up.weight": {"blk.1.ffn_up.weight": None},
+        "blk.1.attn_q.weight is (64, 32), but (32, 32)": {"blk.1.attn_q.weight": SMALL},
+        "holds blk.0.ffn_gate_exps.weight": {"blk.0.ffn_gate_exps.weight": SMALL},
+        "has no table token_embd.weight": {"token_embd.weight": None, "output.weight": None},
+        "output_norm.weight is of type I32": {"output_norm.weight": np.zeros(32, np.int32)},
+    }.items(),
 )
 def test_tensors_that_do_not_fit_are_named(tensors, named, tmp_path):
     assert named in refused(gguf_files.write(tmp_path / "file.gguf", "llama-2", tensors=tensors))

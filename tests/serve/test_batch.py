@@ -105,30 +105,27 @@ def test_answers_to_something_else(change, content, tmp_path):
         jsonl.answered(str(tmp_path / "out.jsonl"), {job.index: job.digest for job in jobs})
 
 
-MISTAKES = [
-    (LINES[0] | {"method": "GET"}, "method: Input should be 'POST'"),
-    (LINES[0] | {"url": "/v1/chat"}, "url: Input should be '/v1/completions' or '/v1/chat/compl"),
-    (LINES[0] | {"custom_id": 3}, "custom_id: Input should be a valid string"),
-    (LINES[0] | {"bodi": 3}, "unknown parameter 'bodi'; did you mean 'body'?"),
-    ([], "each line must be an object such as "),
-    (LINES[0] | {"body": 3}, "body: Input should be an object"),
-    (LINES[3] | {"custom_id": "one"}, "custom_id 'one' is that of an earlier line"),
-    (
-        request("x", COMPLETIONS, prompt="a", stream=True),
-        "stream: a batch has no streams; leave it out",
+MISTAKES = {
+    "method: Input should be 'POST'": LINES[0] | {"method": "GET"},
+    "url: Input should be '/v1/completions' or '/v1/chat/compl": LINES[0] | {"url": "/v1/chat"},
+    "custom_id: Input should be a valid string": LINES[0] | {"custom_id": 3},
+    "unknown parameter 'bodi'; did you mean 'body'?": LINES[0] | {"bodi": 3},
+    "each line must be an object such as ": [],
+    "body: Input should be an object": LINES[0] | {"body": 3},
+    "custom_id 'one' is that of an earlier line": LINES[3] | {"custom_id": "one"},
+    "stream: a batch has no streams; leave it out": request(
+        "x", COMPLETIONS, prompt="a", stream=True
     ),
-    (
-        request("x", COMPLETIONS, prompt="a", model="gpt"),
-        "there is no model 'gpt' here; this is 'book'",
+    "there is no model 'gpt' here; this is 'book'": request(
+        "x", COMPLETIONS, prompt="a", model="gpt"
     ),
-    (
-        request("x", CHAT, messages=[{"role": "assistant", "content": "a"}]),
-        "the chat template refuses these messages",
+    "the chat template refuses these messages": request(
+        "x", CHAT, messages=[{"role": "assistant", "content": "a"}]
     ),
-]
+}
 
 
-@pytest.mark.parametrize("line, message", MISTAKES)
+@pytest.mark.parametrize("message, line", MISTAKES.items())
 def test_mistakes(tmp_path, line, message):
     with refused(f"in.jsonl:2: .*{message}"):
         batch.read(write(tmp_path / "in.jsonl", [LINES[0], line]), **READ)

@@ -99,31 +99,24 @@ def test_log_probabilities(answer, alone):
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
-REFUSED = [
-    (dict(tools=[TOOL]), r"tools is not supported here: leave it out, or \[\]"),
-    (
-        dict(messages=[{"role": "assistant", "content": "a"}]),
-        "the chat template refuses these messages",
+REFUSED = {
+    r"tools is not supported here: leave it out, or \[\]": dict(tools=[TOOL]),
+    "the chat template refuses these messages": dict(
+        messages=[{"role": "assistant", "content": "a"}]
     ),
-    (
-        dict(messages=[{"role": "tool", "content": "a"}]),
-        r"messages\[0\].role: Input should be 'system'",
+    r"messages\[0\].role: Input should be 'system'": dict(
+        messages=[{"role": "tool", "content": "a"}]
     ),
-    (
-        dict(
-            messages=[
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-            ]
-        ),
-        r"messages\[0\].content must be a string or a list of",
+    r"messages\[0\].content must be a string or a list of": dict(
+        messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     ),
-    (dict(logprobs=True, top_logprobs=2), "top_logprobs must be 0"),
-    (dict(top_logprobs=0), "top_logprobs needs logprobs"),
-    (dict(max_tokens=51), "this server generates at most 50 new tokens, not 51"),
-]
+    "top_logprobs must be 0": dict(logprobs=True, top_logprobs=2),
+    "top_logprobs needs logprobs": dict(top_logprobs=0),
+    "this server generates at most 50 new tokens, not 51": dict(max_tokens=51),
+}
 
 
-@pytest.mark.parametrize("change, message", REFUSED)
+@pytest.mark.parametrize("message, change", REFUSED.items())
 def test_what_cannot_be_answered(answer, change, message, openai):
     with pytest.raises(openai.BadRequestError, match=message):
         answer(**change)

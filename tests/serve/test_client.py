@@ -158,26 +158,26 @@ def test_models(client, openai):
         client.models.retrieve("gpt-9")
 
 
-REFUSED = [
-    (dict(model="gpt-9"), "there is no model 'gpt-9'"),
-    (dict(max_tokens=CAPACITY - 1), "a prompt of 9 tokens and 127 new ones are more"),
-    (dict(max_tokens=CAPACITY), "this server generates at most 127 new tokens"),
-    (dict(prompt=""), "the prompt is empty"),
-    (dict(prompt=[]), "0 prompts"),
-    (dict(prompt=[256]), "the token 256, outside the model's vocabulary of 256"),
-    (dict(best_of=3), "best_of is not supported here: leave it out, or 1"),
-    (dict(logit_bias={"1": 3}), "logit_bias is not supported here"),
-    (dict(logprobs=1), "logprobs must be 0"),
-    (dict(echo=True, logprobs=0), "echo and logprobs exclude each other"),
-    (dict(temperature=2.5), "temperature: Input should be less than or equal"),
-    (dict(stop=["a"] * 17), "stop must be a string or a list of at most 16"),
-    (dict(stop=""), "stop must be strings, none of them empty"),
-    (dict(stream_options={}), "stream_options needs stream"),
-    (dict(extra_body={"top-k": 3}), "unknown parameter 'top-k'; did you mean 'top_k'"),
-]
+REFUSED = {
+    "there is no model 'gpt-9'": dict(model="gpt-9"),
+    "a prompt of 9 tokens and 127 new ones are more": dict(max_tokens=CAPACITY - 1),
+    "this server generates at most 127 new tokens": dict(max_tokens=CAPACITY),
+    "the prompt is empty": dict(prompt=""),
+    "0 prompts": dict(prompt=[]),
+    "the token 256, outside the model's vocabulary of 256": dict(prompt=[256]),
+    "best_of is not supported here: leave it out, or 1": dict(best_of=3),
+    "logit_bias is not supported here": dict(logit_bias={"1": 3}),
+    "logprobs must be 0": dict(logprobs=1),
+    "echo and logprobs exclude each other": dict(echo=True, logprobs=0),
+    "temperature: Input should be less than or equal": dict(temperature=2.5),
+    "stop must be a string or a list of at most 16": dict(stop=["a"] * 17),
+    "stop must be strings, none of them empty": dict(stop=""),
+    "stream_options needs stream": dict(stream_options={}),
+    "unknown parameter 'top-k'; did you mean 'top_k'": dict(extra_body={"top-k": 3}),
+}
 
 
-@pytest.mark.parametrize("change, message", REFUSED)
+@pytest.mark.parametrize("message, change", REFUSED.items())
 def test_what_cannot_be_answered(complete, change, message, openai):
     kind = openai.NotFoundError if "model" in change else openai.BadRequestError
     with pytest.raises(kind, match=message) as caught:
