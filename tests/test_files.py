@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 
-from ladder_jax import cli, files, pretrained
+from ladder_jax import files, pretrained
 from ladder_jax.errors import RunFailed
 from ladder_jax.parallel import use_compilation_cache
 from tests.pretrained import models
@@ -155,16 +155,6 @@ def test_the_cache_of_a_users_home(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert files.cache_folder("x") == tmp_path / "home" / ".cache" / "ladder_jax" / "x"
     assert os.listdir(tmp_path) == ["home"]
-
-
-def test_overlap_without_a_cache(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "file"))
-    words = "overlap --model tiny --target cpu:2 --phase decode --residual ladder --layers 2 --context 32"
-    assert cli.main(words.split()) == 0
-    done = capsys.readouterr()
-    assert "compiling ladder" in done.err
-    assert done.out
 
 
 @pytest.mark.parametrize("words", ["convert model gs://b/x", "tokenize t.txt --out s3://b/x"])

@@ -222,6 +222,9 @@ def test_a_program_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_pipelined_collectives=true")
     compiling.compiled(ask())
     assert len(ran) == 4
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(path))  # a file: nothing is kept
+    assert compiling.compiled(ask()) == compiling.compiled(ask()) == RECORD
+    assert len(ran) == 6
 
 
 def test_an_interrupt_ends_the_compiler_too(tmp_path):
@@ -267,10 +270,6 @@ def large(target, phase, *, residual="ladder", **more):
     return requests.make(
         target=target, model="llama-3-70b", residual=residual, phase=Phase(phase), **more
     )
-
-
-def test_the_ranks_of_a_topology_that_depends_on_them():
-    assert ask(residual="ladder-fresh", ladder_layers="2").config.ranks == 8
 
 
 def test_defaults_of_a_phase():
