@@ -23,7 +23,6 @@ ALL_TRAITS = [
 ]
 V5E = "TPU v5 lite"
 V5P = "TPU v5"
-V6E = "TPU v6e"
 H100 = "NVIDIA H100 80GB HBM3"
 
 
