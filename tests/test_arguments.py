@@ -195,10 +195,6 @@ WRONG = {
         lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(dropout=0)),
         "rngs has no stream `params`: nnx.Rngs(seed) has every one",
     ),
-    "Transformer(mesh=)": (
-        lambda: nn.Transformer(CONFIG, rngs=RNGS, mesh="cpu"),
-        "mesh must be of type Mesh, not 'cpu",
-    ),
     "Transformer(mesh=) of other axes": (
         lambda: nn.Transformer(CONFIG, rngs=RNGS, mesh=jax.make_mesh((2,), ("x",))),
         "the mesh has the axes ('x',), and a model's are ('data', 'fsdp', 'tensor'): name them by"
@@ -260,10 +256,6 @@ WRONG = {
     "devices": (
         lambda: schedule.devices("v5p:2x2x2"),
         "target must be of type Target, not 'v5p:2x2x2'",
-    ),
-    "schedule.make_mesh": (
-        lambda: schedule.make_mesh("cpu:4", tensor="2"),
-        'mesh.tensor must be of type int, not "2"',
     ),
     "audit": (
         lambda: schedule.audit(5),
@@ -346,7 +338,6 @@ WRONG = {
         "requests must be of type Sequence, not a Request",
     ),
     "Request": (lambda: decode.Request(5), "prompt must be a list of whole numbers, not 5"),
-    "Request(stop=)": (lambda: decode.Request([1], stop=5), "stop must be a list, not 5"),
     "Request(logprobs=)": (
         lambda: decode.Request([1], logprobs="yes"),
         "logprobs must be of type bool, not 'yes'",
