@@ -15,36 +15,17 @@ from ladder_jax.nn import router_losses
 from ladder_jax.train import metrics, timing
 from tests.refusals import refused
 
-TINY = [
-    "model.num_layers=2",
-    "model.d_model=32",
-    "model.dtype=float32",
-    "model.residual_dtype=float32",
-    "model.moe.experts=6",
-    "model.moe.expert_width=16",
-    "model.moe.shared_width=16",
-    "model.moe.router_bias=true",
-    "model.residual=farskip",
-    "train.batch=4",
-    "train.sequence=32",
-    "train.warmup_steps=1",
-    "train.log_every=1",
-    "train.checkpoint_every=2",
-    "train.evaluate_every=0",
-    "train.evaluation_batches=1",
-    "run.tensorboard=false",
-    "train.loop=scan",  # compiled in a quarter of the time
-]
-EVERYTHING = [
-    "model.ladder_layers=1",
-    "train.freeze=1",
-    "lora.rank=2",
-    "distill.teacher=start",
-    "distill.residual=standard",
-    "conversion.steps=3",
-    "train.steps=4",
-    "mesh.tensor=2",
-]
+# A scan is compiled in a quarter of the time.
+TINY = """
+    model.num_layers=2 model.d_model=32 model.dtype=float32 model.residual_dtype=float32 model.residual=farskip
+    model.moe.experts=6 model.moe.expert_width=16 model.moe.shared_width=16 model.moe.router_bias=true
+    train.batch=4 train.sequence=32 train.warmup_steps=1 train.log_every=1 train.checkpoint_every=2
+    train.evaluate_every=0 train.evaluation_batches=1 train.loop=scan run.tensorboard=false
+""".split()
+EVERYTHING = """
+    model.ladder_layers=1 train.freeze=1 lora.rank=2 distill.teacher=start distill.residual=standard
+    conversion.steps=3 train.steps=4 mesh.tensor=2
+""".split()
 NAMES = {"expert_load", "dead_experts", "load_balance", "router_z", "router_entropy"}
 
 
@@ -127,12 +108,9 @@ def test_a_bias_moves_toward_less_load():
 @pytest.mark.full
 def test_biases_balance_the_load(book, tmp_path):
     """Without any loss for it, over 60 steps; frozen layers keep theirs."""
-    plain = [
-        "train.steps=60",
-        "train.load_balance=0",
-        "train.router_z_loss=0",
-        "train.learning_rate=1e-2",
-    ]
+    plain = (
+        "train.steps=60 train.load_balance=0 train.router_z_loss=0 train.learning_rate=1e-2".split()
+    )
     settings = {"off": ["train.router_bias_rate=0"], "on": ["train.router_bias_rate=0.01"]}
     loads = {}
     for name, more in settings.items():

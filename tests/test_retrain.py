@@ -23,27 +23,14 @@ from tests import tokenizers
 from tests.covering import full
 from tests.refusals import refused
 
-RUN = [
-    "train.steps=8",
-    "train.batch=4",
-    "train.sequence=32",
-    "train.log_every=1",
-    "train.checkpoint_every=4",
-    "train.evaluate_every=4",
-    "train.evaluation_batches=1",
-    "train.warmup_steps=2",
-    "mesh.tensor=2",
-    "run.tensorboard=false",
-]
-SHAPE = [
-    "model.num_layers=2",
-    "model.d_model=16",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "model.d_ff=16",
-    "model.dtype=float32",
-    "model.vocab_size=320",
-]
+RUN = """
+    train.steps=8 train.batch=4 train.sequence=32 train.log_every=1 train.checkpoint_every=4 train.evaluate_every=4
+    train.evaluation_batches=1 train.warmup_steps=2 mesh.tensor=2 run.tensorboard=false
+""".split()
+SHAPE = """
+    model.num_layers=2 model.d_model=16 model.num_heads=4 model.num_kv_heads=2 model.d_ff=16 model.dtype=float32
+    model.vocab_size=320
+""".split()
 LADDER = ["model.residual=ladder", "data.format=examples"]
 EVERYTHING = [
     *LADDER,
