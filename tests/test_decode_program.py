@@ -3,7 +3,6 @@ benchmarks run: equal StableHLO; and what a token costs in collectives.
 """
 
 import collections
-import hashlib
 import pickle
 
 import pytest
@@ -18,13 +17,10 @@ from ladder_jax.predict import measure
 from ladder_jax.schedule import cost, hlo
 from ladder_jax.schedule.collectives import KINDS
 from tests import cases, starts
+from tests.compilations import digest, would_compile
 
 PROMPT, SLOTS, CAPACITY = 32, 4, 48  # and room for a chunk: caches of 64 positions
 LAYERS = 2
-
-
-def digest(function, arguments):
-    return hashlib.sha256(function.lower(*arguments).as_text().encode()).hexdigest()
 
 
 @pytest.fixture
@@ -86,27 +82,13 @@ def test_the_engine_runs_the_audited_programs(loop, quantize, lowered):
     }
 
 
-class Lowered(Exception):
-    """Ends a process's work where it would compile."""
-
-
-@pytest.fixture
-def worked(monkeypatch):
+def worked(phase, **settings):
     """The digest of what `overlap`'s compiling process lowers for these settings, given as that
     process gets them.
     """
-
-    def digest_of(phase, **settings):
-        def compile(self, *arguments):
-            raise Lowered(digest(self, arguments))
-
-        request = pickle.loads(pickle.dumps(asked(phase, batch=1, **settings)))
-        with monkeypatch.context() as patch, pytest.raises(Lowered) as found:
-            patch.setattr(Compiled, "compile", compile)
-            programs.record(request)
-        return str(found.value)
-
-    return digest_of
+    return would_compile(
+        programs.record, pickle.loads(pickle.dumps(asked(phase, batch=1, **settings)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +98,7 @@ def worked(monkeypatch):
         pytest.param([], "none", marks=pytest.mark.full),
     ],
 )
-def test_generate_runs_the_audited_programs(more, quantize, lowered, worked, tmp_path):
+def test_generate_runs_the_audited_programs(more, quantize, lowered, tmp_path):
     """The verb's own words, from a checkpoint to text: its prefill, and each call of its token
     loop.
     """

@@ -2,7 +2,6 @@
 chunk's, and controls.
 """
 
-import hashlib
 import pathlib
 
 import jax
@@ -14,7 +13,7 @@ from ladder_jax import decode, parallel, train
 from ladder_jax.config import Loop, Remat
 from ladder_jax.decode import steps, weights
 from ladder_jax.scopes import LAUNCH
-from tests import cases, communication, covering
+from tests import cases, communication, compilations, covering
 
 KINDS = "ladder", "standard", "ladder-2", "ladder-fresh", "parallel-ladder"
 
@@ -74,10 +73,7 @@ def lowered():
     definition = cases.define("ladder", num_layers=2, data=2, tensor=4)
     tokens = jax.ShapeDtypeStruct((4, 17), jnp.int32)
     steps = (jax.jit(train.loss_and_gradients(definition, loop=loop)) for loop in Loop)
-    return [
-        hashlib.sha256(step.lower(definition.abstract, tokens).as_text().encode()).hexdigest()
-        for step in steps
-    ]
+    return [compilations.digest(step, (definition.abstract, tokens)) for step in steps]
 
 
 def test_every_process_makes_the_same_program(run_python):

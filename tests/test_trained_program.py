@@ -2,7 +2,6 @@
 StableHLO.
 """
 
-import hashlib
 import json
 import pickle
 
@@ -12,37 +11,14 @@ import pytest
 from ladder_jax import cli, config
 from ladder_jax.config import Loop, Phase, Remat
 from ladder_jax.overlap import programs, request as requests
-from ladder_jax.parallel import Compiled
 from ladder_jax.plan import confirm as planner
 from ladder_jax.train.gradients import _after_backward
 from tests import cases
+from tests.compilations import would_compile
 
 ROWS = 4
 LENGTH = 32
 ALWAYS = ["model.residual=ladder", "model.num_layers=2", f"train.sequence={LENGTH}"]
-
-
-class Lowered(Exception):
-    """Ends a command where it would compile."""
-
-
-@pytest.fixture
-def lowered(monkeypatch):
-    """Runs a function until it compiles: the digest of what it lowers for the arguments that it
-    compiles for.
-    """
-
-    def compile(self, *arguments):
-        raise Lowered(hashlib.sha256(self.lower(*arguments).as_text().encode()).hexdigest())
-
-    monkeypatch.setattr(Compiled, "compile", compile)
-
-    def digest(run, *arguments):
-        with pytest.raises(Lowered) as found:
-            run(*arguments)
-        return str(found.value)
-
-    return digest
 
 
 def audited(**settings):
@@ -71,17 +47,18 @@ def trained(tmp_path):
     ],
     ids=["default", "split"],
 )  # fmt: skip
-def test_the_audited_step_is_the_one_that_runs(asked, overrides, lowered, trained):
-    assert lowered(programs.record, audited(**asked)) == lowered(trained, *overrides)
+def test_the_audited_step_is_the_one_that_runs(asked, overrides, trained):
+    step = would_compile(programs.record, audited(**asked))
+    assert step == would_compile(trained, *overrides)
 
 
-def test_the_planned_step_is_the_one_that_runs(lowered, trained):
+def test_the_planned_step_is_the_one_that_runs(trained):
     overrides = f"mesh.data=2 mesh.tensor=4 train.batch={ROWS} train.remat=full train.accumulate=2"
     overrides = overrides.split()
     asked = config.to_dict(config.load("tiny", overrides=[*ALWAYS, *overrides]))
     parts = {name: asked[name] for name in ("model", "mesh", "train")}
     step = json.loads(json.dumps({"target": "cpu:8", "run": parts}))
-    assert lowered(planner.measure, step) == lowered(trained, *overrides)
+    assert would_compile(planner.measure, step) == would_compile(trained, *overrides)
 
 
 @pytest.mark.parametrize("tensor, barriers", [(1, 0), (2, 1)])
