@@ -70,6 +70,15 @@ def test_snippets_run(page):
         executed(block)
 
 
+def test_the_first_snippet_of_the_readme():
+    first, *_ = blocks(ROOT / "README.md", "python")
+    assert len([line for line in first.splitlines() if line.strip()]) <= 14
+    logits = executed(first)["logits"]
+    assert logits.shape == (2, 16, 256)
+    assert logits.dtype == np.float32
+    assert np.isfinite(logits).all()
+
+
 YOUR_MODEL = blocks(DOCS / "guides/your_model.md", "python")
 BOUND = cases.bound(cases.model(d_model=64, d_ff=128))
 NNX = slice(0, 4)

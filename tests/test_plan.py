@@ -100,7 +100,6 @@ def test_halves_are_a_candidate_where_they_have_something_to_hide():
     assert halved
     assert all(one.mesh.tensor > 1 and one.rows % 2 == 0 for one in halved)
     assert candidates(**standard, interleave=Interleave.HALVES) == halved
-    assert candidates(**standard, interleave=Interleave.WHOLE) == every - halved
     assert {one.interleave for one in candidates(**LARGE, residual="no-communication")} == {1}
     assert {one.interleave for one in exchanging()} == {1, 2}
     # shared: with attention

@@ -26,6 +26,7 @@ def test_train_resume_generate(run_cli, tmp_path):
     assert len(text.stdout) > 8
 
 
+@pytest.mark.full  # exactly, in test_numerics.py
 def test_ladder_on_a_mesh_equals_ladder_on_one_device():
     config = ladder_jax.preset("tiny", residual="ladder", num_layers=2)
     tokens = np.arange(32).reshape(2, 16)

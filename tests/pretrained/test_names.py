@@ -170,7 +170,6 @@ def test_training_starts_from_any_model(files, tmp_path):
         "generate tiny --prompt x": "'tiny' is a preset, a shape without weights",
         "generate hf://one --prompt x": "write hf://org/name[@revision]",
         "evaluate mistrel --text qwen2/config.json": "did you mean 'mistral'?",
-        "predict --hardware v5e --model llama-3-7b": "unknown preset 'llama-3-7b'; did you mean 'llama-3-70b'?",
     }.items(),
 )
 def test_names_of_nothing(words, message, files, mistake, monkeypatch):
