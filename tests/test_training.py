@@ -218,14 +218,13 @@ def test_a_folder_that_no_checkpoint_could_be_written_to(book, tmp_path, name):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda p: None, "does not exist"),
         (lambda p: p.write_text(""), "holds no text"),
         (lambda p: p.write_text(" \n"), "holds no text"),
         (lambda p: p.write_bytes(b"\xff\xfe\x00binary"), "not UTF-8 text, at byte 0"),
         (lambda p: p.write_text("too short"), "fewer than train.sequence"),
         (lambda p: p.mkdir(), "holds no text"),
     ],
-    ids=["missing", "empty", "blank", "binary", "short", "empty folder"],
+    ids=["empty", "blank", "binary", "short", "empty folder"],
 )
 def test_text_that_cannot_be_trained_on(tmp_path, make, message):
     make(tmp_path / "text")

@@ -119,8 +119,7 @@ def with_params(transform):
 
     def run(model):
         graph, params = nnx.split(model)
-        value, grads = transform(of_params(graph))(params)
-        return value, nnx.to_pure_dict(grads)
+        return pure(*transform(of_params(graph))(params))
 
     return run
 
