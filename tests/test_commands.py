@@ -2,7 +2,6 @@
 not.
 """
 
-import json
 import os
 import shlex
 
@@ -11,6 +10,7 @@ import pytest
 from ladder_jax import cli
 from ladder_jax.cli.main import parse
 from tests import tokenizers
+from tests.lines import write
 from tests.pretrained import gguf_files, models
 from tests.test_docs import PAGES, commands
 
@@ -91,12 +91,11 @@ def place(tmp_path_factory):
             {"question": f"{animal} {i}", "choices": [" sat", " ran"], "answer": 0}
             for i in range(6)
         ]
-        (folder / name).write_text("".join(json.dumps(one) + "\n" for one in told))
+        write(folder / name, told)
     scored = [{"prompt": f"{i} ", "completion": "sat", "score": i / 9} for i in range(9)]
-    (folder / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in scored))
-    (folder / "gsm8k.jsonl").write_text(
-        json.dumps({"question": "2 + 2 =", "answer": "It is 4.\n#### 4"}) + "\n"
-    )
+    write(folder / "records.jsonl", scored)
+    asked = {"question": "2 + 2 =", "answer": "It is 4.\n#### 4"}
+    write(folder / "gsm8k.jsonl", [asked])
     for name in ("fast.yaml", "mine.yaml"):
         (folder / name).write_text("based_on: h100-nvlink\nlink: {latency: 5.5e-6}\n")
     shape = dict(vocab_size=100, num_hidden_layers=16)

@@ -3,7 +3,6 @@ line.
 """
 
 import datetime
-import json
 import types
 
 import numpy as np
@@ -15,6 +14,7 @@ from ladder_jax.data import chat_template, dataset, examples, tokenizer as token
 from ladder_jax.data.examples import render
 from ladder_jax.data.packing import Batch
 from tests import tokenizers as made
+from tests.lines import write
 from tests.refusals import refused
 
 CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "naïve 東京 🙂"},
@@ -89,11 +89,6 @@ def test_a_text_ends_once(tmp_path, byte_level, example):
     assert ours[1][-1]
 
 
-def lines(path, *objects):
-    path.write_text("".join(json.dumps(one) + "\n" for one in objects))
-    return str(path)
-
-
 def load(path, *, tokenizer=None, length=12, began=None, **more):
     config = DataConfig(path=path, format=Format.EXAMPLES, **more)
     recipe = TrainConfig(batch=1, sequence=length, steps=1)
@@ -102,7 +97,7 @@ def load(path, *, tokenizer=None, length=12, began=None, **more):
 
 def test_rows_hold_whole_examples_with_their_masks(tmp_path):
     given = [{"prompt": "p" * (1 + i % 3), "completion": "c" * (1 + i % 4)} for i in range(30)]
-    path = lines(tmp_path / "a.jsonl", *given)
+    path = write(tmp_path / "a.jsonl", given)
     found = load(path, validation_fraction=0.1)
     assert found.notes[0].startswith("30 examples")
     total = 0
@@ -117,12 +112,8 @@ def test_rows_hold_whole_examples_with_their_masks(tmp_path):
 
 
 def test_long_examples_are_cut_and_those_without_an_answer_left_out(tmp_path):
-    path = lines(
-        tmp_path / "a.jsonl",
-        {"text": "x" * 50},
-        {"prompt": "p" * 50, "completion": "c"},
-        {"text": "ab"},
-    )
+    given = {"text": "x" * 50}, {"prompt": "p" * 50, "completion": "c"}, {"text": "ab"}
+    path = write(tmp_path / "a.jsonl", given)
     found = examples.load(path, tokenizer=tokenizers.load(None), length=12)
     assert len(found) == 2
     assert len(found.tokens) == 13 + 2
@@ -133,7 +124,7 @@ def test_another_mask_is_other_data(tmp_path):
     one = [{"prompt": "a", "completion": "bc"}] * 4
     other = [{"prompt": "ab", "completion": "c"}] * 4
     a, b = (
-        load(lines(tmp_path / name, *given))
+        load(write(tmp_path / name, given))
         for name, given in (("a.jsonl", one), ("b.jsonl", other))
     )
     assert a.fingerprint != b.fingerprint
@@ -196,7 +187,7 @@ def test_examples_are_of_one_moment(tmp_path, monkeypatch):
     seconds = iter(range(0, 10**6, 86_399))
     ticking = types.SimpleNamespace(now=lambda: datetime.datetime.fromtimestamp(next(seconds)))
     monkeypatch.setattr(chat_template, "datetime", types.SimpleNamespace(datetime=ticking))
-    path = lines(tmp_path / "a.jsonl", TURNS, TURNS, TURNS)
+    path = write(tmp_path / "a.jsonl", [TURNS] * 3)
     one, same, other, unsaid = (
         load(path, tokenizer=tokenizer, length=99, began=t) for t in (1e9, 1e9, 2e9, None)
     )
@@ -209,7 +200,7 @@ def test_examples_are_of_one_moment(tmp_path, monkeypatch):
 
 def test_another_tokenizer_than_the_checkpoints(tmp_path, byte_level):
     folder = made.folder(tmp_path / "t", made=made.byte_fallback())
-    path = lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b"})
+    path = write(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
     with refused("but the checkpoint that training starts from has"):
         dataset.load(
             DataConfig(path=path, format=Format.EXAMPLES, tokenizer=folder),

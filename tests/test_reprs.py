@@ -3,7 +3,6 @@ lines at most.
 """
 
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -20,6 +19,7 @@ from ladder_jax.data.tokenizer import HuggingFace
 from ladder_jax.train.step import TrainState
 from tests import cases, tokenizers
 from tests.hlo import text
+from tests.lines import write
 from tests.test_tokens import make
 
 BIG = config.preset("tiny", biases="all", qk_norm=True, num_layers=8, residual="desync-2", ranks=2)
@@ -74,10 +74,8 @@ def state(tmp_path):
 
 
 def store(tmp_path):
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": "the cat " * n}) + "\n" for n in range(1, 200))
-    )
-    make([tmp_path / "a.jsonl"], tmp_path / "out")
+    texts = ({"text": "the cat " * n} for n in range(1, 200))
+    make([write(tmp_path / "a.jsonl", texts)], tmp_path / "out")
     return Store(tmp_path / "out")
 
 

@@ -63,15 +63,16 @@ def test_counts_that_no_file_could_hold(run_python, tmp_path):
 
 def test_settings_of_another_type(tmp_path):
     """Named, whatever they are: ids as text, a template as a number."""
-    for name, value in (
-        ("tokenizer.ggml.bos_token_id", "1"),
-        ("tokenizer.ggml.eot_token_id", "two"),
-        ("tokenizer.ggml.padding_token_id", 1.5),
-        ("tokenizer.ggml.unknown_token_id", True),
-        ("tokenizer.ggml.add_bos_token", "yes"),
-        ("tokenizer.ggml.merges", "a"),
-        ("tokenizer.chat_template", 5),
-        ("context_length", "long"),
-    ):
+    wrong = {
+        "tokenizer.ggml.bos_token_id": "1",
+        "tokenizer.ggml.eot_token_id": "two",
+        "tokenizer.ggml.padding_token_id": 1.5,
+        "tokenizer.ggml.unknown_token_id": True,
+        "tokenizer.ggml.add_bos_token": "yes",
+        "tokenizer.ggml.merges": "a",
+        "tokenizer.chat_template": 5,
+        "context_length": "long",
+    }
+    for name, value in wrong.items():
         file = gguf_files.write(tmp_path / "a.gguf", "llama-2", settings={name: value})
         assert f"{name} must be" in refused(file)

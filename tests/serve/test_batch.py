@@ -16,6 +16,7 @@ from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import RunFailed
 from ladder_jax.serve import batch
 from tests import tokenizers as made
+from tests.lines import write
 from tests.refusals import refused
 from tests.serve.conftest import MODEL
 from tests.serve.templated import Templated
@@ -42,11 +43,6 @@ LINES = [
 READ = dict(
     name=MODEL, tokenizer=Templated(), defaults=DecodeConfig(seed=3), vocab_size=256, identity="m"
 )
-
-
-def write(file, lines):
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(file)
 
 
 @pytest.fixture(scope="module")
