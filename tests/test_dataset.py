@@ -20,6 +20,7 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.parallel import make_mesh
 from ladder_jax.train import timing
 from tests import runs, tokenizers
+from tests.lines import write
 from tests.refusals import refused
 from tests.runs import losses
 from tests.test_tokens import lines, make
@@ -237,7 +238,7 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
         {"role": "user", "content": "the cat"},
         {"role": "assistant", "content": "sat on the mat"},
     ]
-    data.write_text(f"{json.dumps({'messages': turns})}\n" * 8)
+    write(data, [{"messages": turns}] * 8)
     more = "data.format=examples model.vocab_size=301 train.sequence=32 mesh.data=1 mesh.tensor=1"
     again = lambda: run(data, directory, f"data.tokenizer={folder}", *more.split())
     result = again()

@@ -14,6 +14,7 @@ from ladder_jax.config import DecodeConfig, Loop, Quantize
 from ladder_jax.decode import Choice, Engine, Finish, Generator, NoNumbers, Request, steps
 from tests import cases, starts
 from tests.engines import DECODER, parts
+from tests.lines import write
 
 CAPACITY = 48  # with the last chunk, caches of 64 positions: as long as the generator's
 FORMS = {
@@ -136,7 +137,7 @@ def test_one_prompt_uses_no_engine(run, tmp_path, prints, monkeypatch):
     words = ["generate", str(run), "--max-new-tokens", "40", "--tensor", "1", *ASKED]
     prompts = tmp_path / "prompts.jsonl"
     out = tmp_path / "out.jsonl"
-    prompts.write_text(json.dumps({"prompt": "the cat"}) + "\n")
+    write(prompts, [{"prompt": "the cat"}])
     prints(*words, "--prompts", prompts, "--out", out)
     expected = f"the cat{json.loads(out.read_text())['text']}\n"
 

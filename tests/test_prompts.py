@@ -15,6 +15,7 @@ from ladder_jax.decode.engine import jsonl
 from ladder_jax.decode.request import ends
 from tests import tokenizers as tiny
 from tests.engines import engine
+from tests.lines import write
 from tests.refusals import refused
 
 PROMPTS = [
@@ -43,17 +44,17 @@ def test_a_special_token_among_the_stop_strings_ends_a_text(tmp_path):
     """It gives no text in which its string could be found. A string alone is one, not its letters."""
     made = tokenizer.load(tiny.folder(tmp_path / "tokenizer"))
     source = tmp_path / "prompts.jsonl"
-    source.write_text(json.dumps({"prompt": "a", "stop": ["the", tiny.BEGIN]}))
+    write(source, [{"prompt": "a", "stop": ["the", tiny.BEGIN]}])
     read = {**READ, "tokenizer": made, "stop": tiny.BEGIN}
     (job,) = jsonl.read(str(source), **read)
-    source.write_text(json.dumps({"prompt": "a"}))
+    write(source, [{"prompt": "a"}])
     (other,) = jsonl.read(str(source), **read)
     begin = made.encode(tiny.BEGIN, special=False)
     expected = (("the", tiny.BEGIN), (*made.stop_ids, *begin))
     (ours,), (theirs,) = job.requests, other.requests
     assert (ours.stop, ours.stop_ids) == expected
     assert (theirs.stop, theirs.stop_ids) == ((tiny.BEGIN,), expected[1])
-    source.write_text(json.dumps({"prompt": "a", "stop_ids": [5]}))
+    write(source, [{"prompt": "a", "stop_ids": [5]}])
     (own,) = jsonl.read(str(source), **read)
     assert own.requests[0].stop_ids == (5, *begin)
     # what is no token is encoded as the special one that stands for all of these
@@ -113,7 +114,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
     source.write_text('{"prompt": "a"}\n')
     jobs = jsonl.read(str(source), **READ)
     result = decode.Result((1,), "b", None, Finish.LENGTH, 1)
-    out.write_text(json.dumps(jobs[0].line([result])) + "\n")
+    write(out, [jobs[0].line([result])])
     held = jsonl.answered(str(out), digests(jobs))
     assert held.keys() == {0}
     for change in (

@@ -14,6 +14,7 @@ from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import RunFailed
 from tests import engines
 from tests.covering import full
+from tests.lines import write
 
 READ = dict(stop=(), tokenizer=Bytes(), vocab_size=251, model="m")
 POISON = 13  # a token whose embedding is no number
@@ -86,7 +87,7 @@ def test_a_generator_says_which_prompt():
 def test_a_file_of_prompts_has_a_line_for_it(tmp_path):
     source = tmp_path / "prompts.jsonl"
     out = tmp_path / "out.jsonl"
-    source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("b", chr(POISON), "b")))
+    write(source, [{"prompt": text} for text in ("b", chr(POISON), "b")])
     jobs = jsonl.read(str(source), defaults=DecodeConfig(max_new_tokens=3), **READ)
     message = "out.jsonl: 1 prompts have no answer; their lines say why"
     for _ in range(2):  # the same command again finds nothing left to do, and no answer either

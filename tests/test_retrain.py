@@ -21,6 +21,7 @@ from ladder_jax.retrain import sources
 from ladder_jax.train import folder, metrics
 from tests import tokenizers
 from tests.covering import full
+from tests.lines import write
 from tests.refusals import refused
 
 RUN = """
@@ -62,13 +63,13 @@ def place(tmp_path_factory):
     (place / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 60)
     (place / "recipe.yaml").write_text("run: {name: recipe}\n")
     turn = lambda role, text: {"role": role, "content": text}
-    with (place / "chats.jsonl").open("w") as file:
-        for i in range(20):
-            chat = [turn("user", f"cat {i}?"), turn("assistant", "the mat")]
-            chat += [turn("user", "rat?"), turn("assistant", "no")]
-            file.write(json.dumps({"messages": chat}) + "\n")
-            file.write(json.dumps({"prompt": f"the {i} ", "completion": "cat sat"}) + "\n")
-        file.write(json.dumps({"text": "and the rat sat on the mat " * 9}) + "\n")
+    examples = []
+    for i in range(20):
+        chat = [turn("user", f"cat {i}?"), turn("assistant", "the mat")]
+        chat += [turn("user", "rat?"), turn("assistant", "no")]
+        examples += [{"messages": chat}, {"prompt": f"the {i} ", "completion": "cat sat"}]
+    examples += [{"text": "and the rat sat on the mat " * 9}]
+    write(place / "chats.jsonl", examples)
     overrides = [
         *RUN,
         *SHAPE,

@@ -23,6 +23,7 @@ from ladder_jax.train import folder as runs, metrics
 from tests import tokenizers as tiny
 from tests.fuzz import mutate
 from tests.fuzz.mutate import Mutation
+from tests.lines import write
 
 FEW = RunConfig(
     model=ModelConfig(
@@ -154,7 +155,7 @@ LINES = {
 
 def _lines(folder):
     for name, rows in LINES.items():
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(folder / name, rows)
 
 
 def _lines_read(folder, changed):

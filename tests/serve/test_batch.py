@@ -86,7 +86,7 @@ def test_one_without_numbers(tmp_path):
     answer = job.line([NoNumbers(3)])
     assert answer["response"]["status_code"] == 500
     assert answer["response"]["body"]["error"]["code"] == "no_numbers"
-    (tmp_path / "out.jsonl").write_text(json.dumps(answer) + "\n")
+    write(tmp_path / "out.jsonl", [answer])
     assert jsonl.answered(str(tmp_path / "out.jsonl"), {"one": job.digest}) == {"one": answer}
     with pytest.raises(RunFailed, match="1 prompts have no answer"):
         jsonl.answer([job], file=str(tmp_path / "out.jsonl"), engine_for=None)
