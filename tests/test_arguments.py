@@ -176,6 +176,7 @@ def test_tokens_outside_the_vocabulary():
 
 
 DEFINITION = nn.define(CONFIG, mesh=parallel.make_mesh())
+ON_TWO = nn.define(CONFIG, mesh=parallel.make_mesh(tensor=2))
 RNGS = nnx.Rngs(0)
 GREEDY = config.DecodeConfig()
 WRONG = {
@@ -417,6 +418,12 @@ WRONG = {
             params_of(), np.zeros((4, 9), np.int32)
         ),
         "accumulate=3 does not divide a rank's 4 rows",
+    ),
+    "loss_and_gradients(sequence_parallel=)": (
+        lambda: train.loss_and_gradients(ON_TWO, sequence_parallel=True)(
+            cases.parameters(ON_TWO), np.zeros((4, 6), np.int32)
+        ),
+        "sequence_parallel splits 5 positions over 2 tensor ranks",
     ),
     "run": (lambda: train.run("tiny"), "config must be of type RunConfig, not 'tiny'"),
     "load(overrides=)": (

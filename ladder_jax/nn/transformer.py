@@ -73,6 +73,11 @@ class ForwardPass:
     ):
         definition.check(execution, rows=shape[0])
         rows, length = shape
+        ranks = definition.layout.ranks
+        check(
+            not definition.splits(execution) or length % ranks == 0,
+            f"sequence_parallel splits {length} positions over {ranks} tensor ranks: give a multiple",
+        )
         wire = definition.wire(execution)
         self.definition = definition
         self.execution = execution
