@@ -46,7 +46,9 @@ def one_line(text: str) -> str:
 
 
 def end_process(line: str, *, status: int = RunFailed.status) -> None:
-    """Ends the process at once, with this line: from a thread, or a signal's handler."""
+    """Ends the process at once, with this line: from a thread, or a signal's handler, where no
+    error would reach the command line.
+    """
     os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
     os._exit(status)
 

@@ -82,11 +82,11 @@ def is_remote(path: str | os.PathLike) -> bool:
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)))
 
 
-def below(root: pathlib.Path, *, hidden: bool = True) -> list[pathlib.Path]:
-    """The file itself; of a folder all files in it and below, in the order of their paths. Of a
-    folder that links lead to again, also from within, the files are there once.
+def below(root: pathlib.Path, *, data: bool = False) -> list[pathlib.Path]:
+    """The file itself; of a folder all files in it and below, in the order of their paths.
 
-    hidden: also those whose name, or a folder's below `root`, begins with a dot.
+    data: links to folders are followed, each folder once; files and folders whose names begin with
+        a dot are left out.
     Raises UserError for a pipe, and for a folder below that cannot be read: its files would
     silently be left out.
     """
@@ -101,16 +101,13 @@ def below(root: pathlib.Path, *, hidden: bool = True) -> list[pathlib.Path]:
         raise UserError(f"{str(root)!r}: {PIPE}")
     found = []
     seen = set()
-    for folder, folders, names in root.walk(on_error=refuse, follow_symlinks=True):
-        real = folder.resolve()
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders.sort()
-        if not hidden:
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            names = [name for name in names if not name.startswith(".")]
+    for folder, folders, names in root.walk(on_error=refuse, follow_symlinks=data):
+        if data:
+            again = folder.resolve() in seen
+            seen.add(folder.resolve())
+            shown = lambda named: [one for one in named if not again and not one.startswith(".")]
+            folders[:] = sorted(shown(folders))
+            names = shown(names)
         found += [folder / name for name in names]
     return sorted(path for path in found if path.is_file())
 

@@ -8,6 +8,12 @@ TINY = """
     train.batch=4 train.sequence=32 train.warmup_steps=5 train.log_every=1
 """.split()
 
+NINE_STEPS = """
+    train.steps=9 train.checkpoint_every=4 train.warmup_steps=2 train.evaluate_every=6
+    train.evaluation_batches=1 train.loss_chunk=48 mesh.tensor=2
+""".split()
+"""Of test_loop and test_cli, which compile one program then."""
+
 
 def words(data, directory, *more):
     """The settings, as on the command line after the preset."""

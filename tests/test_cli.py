@@ -19,7 +19,6 @@ from ladder_jax.cli import chat, generate, verbs
 from ladder_jax.errors import one_line
 from ladder_jax.schedule import targets
 from tests import runs
-from tests.test_loop import SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,12 @@ def trained(tmp_path_factory):
     out = io.StringIO()
     err = io.StringIO()
     (folder / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 400)
-    words = ["train", "tiny", *runs.words("book.txt", "out", *SETTINGS), "train.interleave=auto"]
+    words = [
+        "train",
+        "tiny",
+        *runs.words("book.txt", "out", *runs.NINE_STEPS),
+        "train.interleave=auto",
+    ]
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert cli.main(words) == 0, err.getvalue()
     out, err = out.getvalue(), err.getvalue()

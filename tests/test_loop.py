@@ -22,15 +22,10 @@ from ladder_jax.nn import attention_flops
 from ladder_jax.train import folder, metrics, step as steps, timing
 from tests import cases, runs
 
-SETTINGS = """
-    train.steps=9 train.checkpoint_every=4 train.warmup_steps=2 train.evaluate_every=6
-    train.evaluation_batches=1 train.loss_chunk=48 mesh.tensor=2
-""".split()
-
 
 def run(book, directory, *more, profile=None):
     said = []
-    overrides = runs.words(book, directory, *SETTINGS, *more)
+    overrides = runs.words(book, directory, *runs.NINE_STEPS, *more)
     train.run(config.load("tiny", overrides=overrides), say=said.append, profile=profile)
     return said
 

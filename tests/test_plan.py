@@ -11,7 +11,15 @@ import pytest
 from experiments import study
 from experiments.plan import __main__ as plan_study
 from ladder_jax import cli, nn, parallel
-from ladder_jax.config import ExpertParallelism, Interleave, Loop, MeshConfig, Remat, load
+from ladder_jax.config import (
+    CollectiveMatmul,
+    ExpertParallelism,
+    Interleave,
+    Loop,
+    MeshConfig,
+    Remat,
+    load,
+)
 from ladder_jax.plan import confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
@@ -63,7 +71,9 @@ def test_a_plan_of_a_file_replaces_what_the_file_says_of_the_mesh_and_the_stream
     file.write_text(f"model: {{preset: tiny}}\nmesh: {{data: 2, tensor: 4}}\ntrain: {{{split}}}")
     wanted = request.make(model=str(file), target="cpu:8", tokens=8192, sequence=512)
     for one in request.candidates(wanted)[::50]:
-        assert configured(one, wanted).train.loop is Loop.UNROLLED is one.run(wanted).train.loop
+        train = configured(one, wanted).train
+        assert train.loop is Loop.UNROLLED is one.run(wanted).train.loop
+        assert train.collective_matmul is CollectiveMatmul.NONE
 
 
 def configured(candidate, wanted):

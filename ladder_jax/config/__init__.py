@@ -5,6 +5,7 @@ RunConfig of them.
 from ladder_jax.config.load import (
     Json as Json,
     from_dict as from_dict,
+    is_file as is_file,
     load as load,
     model_from_dict as model_from_dict,
     to_dict as to_dict,

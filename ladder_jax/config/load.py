@@ -22,6 +22,11 @@ TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
 
 
+def is_file(name: str | pathlib.Path) -> bool:
+    """Whether it names a configuration file, by its ending."""
+    return pathlib.Path(name).suffix in (".yaml", ".yml", ".json")
+
+
 def load(source: str | pathlib.Path, *, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides
     describe.
@@ -31,7 +36,7 @@ def load(source: str | pathlib.Path, *, overrides: list[str] | tuple[str, ...] =
     check_type("a configuration", source, str, os.PathLike)
     check_type("overrides", overrides, list, tuple)
     path = pathlib.Path(source)
-    if path.suffix in (".yaml", ".yml", ".json"):
+    if is_file(path):
         tree = read_yaml(path, what="configuration")
         tree = {} if tree is None else tree
         if not isinstance(tree, dict):

@@ -319,13 +319,13 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
             raise UserError(
                 f"data.path={path!r} does not exist (a text file, a folder, or {STDLIB!r})"
             )
-        files = below(root, hidden=False)
+        files = below(root, data=True)
     parts = []
     size = 0
     for file in files:
         if size >= config.max_bytes:
             break
-        # by a character more, of at most 4 bytes, as the cut may lie within one, and a mark of 3
+        # 4 bytes more, as the cut may lie within a character, and 3 for a byte order mark
         part = text_of(file, named=file == root, most=config.max_bytes - size + 7)
         if part is not None:
             content = part.encode()

@@ -104,7 +104,7 @@ def read(path: str) -> Iterator[tuple[str, dict]]:
         raise UserError(
             f"data.path={path!r} does not exist (a JSON lines file, or a folder of them)"
         )
-    files = below(root, hidden=False)
+    files = below(root, data=True)
     if root.is_dir():
         files = [file for file in files if file.name.lower().endswith(json_lines.ENDINGS)]
     if not files:
@@ -180,13 +180,13 @@ def _chat(
         until = after.rstrip()
         if not after.startswith(before) or not text.startswith(until):
             raise UserError(
-                "the chat template changes earlier turns, or its prompt for an answer, when more follow: write one"
-                " assistant turn per example, or edit the template"
+                "the chat template changes earlier turns when more follow, or begins an answer otherwise than it asks"
+                " for one: write one assistant turn per example, or edit the template"
             )
         spans.append((len(before), len(until)))
     if not spans:
         raise UserError(
-            "no message has the role 'assistant', and a weight other than 0: there is nothing to learn"
+            "no message has the role 'assistant', or all that do have the weight 0: there is nothing to learn"
         )
     return text, spans
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from ladder_jax import files, parallel
+from ladder_jax.config.fields import not_none
 from ladder_jax.data.store import sources
 from ladder_jax.decode import memory
 from ladder_jax.errors import UserError
@@ -78,7 +79,7 @@ def _check(args: dict) -> str:
 
 
 def _given(args: dict, names: Sequence[str]) -> dict:
-    return {name: args[name] for name in names if args[name] is not None}
+    return not_none({name: args[name] for name in names})
 
 
 def _option(name: str) -> str:

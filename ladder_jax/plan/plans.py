@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from ladder_jax import terminal
-from ladder_jax.config import PRESETS
+from ladder_jax.config import PRESETS, is_file
 from ladder_jax.errors import UserError
 from ladder_jax.plan import memory, request as requests, speed
 from ladder_jax.plan.confirm import Confirmed, confirm
@@ -205,7 +205,7 @@ def _training(name: str) -> str:
     """What `train` takes for the model: a preset or a file as it is, another model as the weights
     to begin with.
     """
-    return name if name in PRESETS or requests.is_file(name) else f"RECIPE.yaml train.start={name}"
+    return name if name in PRESETS or is_file(name) else f"RECIPE.yaml train.start={name}"
 
 
 def _shown(plans: Sequence[Plan]) -> list[Plan]:

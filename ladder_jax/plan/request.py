@@ -19,6 +19,7 @@ from ladder_jax.config import (
     RunConfig,
     check_fits_mesh,
     check_halves,
+    is_file,
     load,
     parse_residual,
     to_dict,
@@ -28,12 +29,15 @@ from ladder_jax.predict.work import Block, Model
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
 
-SHOWN = ("batch", "sequence", "accumulate", "remat")
+ALWAYS = ("batch", "sequence", "accumulate", "remat")
 SETTINGS = (
     *(("mesh", name) for name in ("data", "fsdp", "tensor", "experts")),
-    *(("train", name) for name in (*SHOWN, "sequence_parallel", "collective_matmul", "interleave")),
+    *(
+        ("train", name)
+        for name in (*ALWAYS, "sequence_parallel", "collective_matmul", "interleave")
+    ),
 )
-"""Section and name of what a plan decides; those of SHOWN its command has in any case."""
+"""Section and name of what a plan decides. Its command has those of ALWAYS, whatever is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +99,6 @@ def make(
     return Request(
         model, config, targets.parse(target), tokens, sequence, settings, interleave, given
     )
-
-
-def is_file(model: str) -> bool:
-    """Whether it is a configuration file, which `train` takes as it is."""
-    return model.endswith((".yaml", ".yml", ".json"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +165,7 @@ class Candidate:
         given = to_dict(request.given)
         for section, name in SETTINGS:
             value = planned[section][name]
-            if name in SHOWN or value != given[section][name]:
+            if name in ALWAYS or value != given[section][name]:
                 found[f"{section}.{name}"] = value
         return {name: str(value).lower() for name, value in found.items()}
 

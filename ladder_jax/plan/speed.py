@@ -124,8 +124,8 @@ def recomputed_by(candidate: Candidate, block: Block) -> Recompute:
     """What the backward pass of a microbatch, `block`, recomputes.
 
     Of a split stream every second input, a layer's last, is gathered once more. Of routed experts
-    no rows are kept if there are more tokens than a chunk; without the last ones there is no gradient
-    of the router's weights. Exchanged rows are sent once more where nothing is kept.
+    no rows are kept if there are more tokens than a chunk; their outputs are computed again for the
+    gradient of the router's weights. Exchanged rows are sent once more where nothing is kept.
     """
     remat = candidate.remat
     whole = remat in (Remat.FULL, Remat.OFFLOAD)

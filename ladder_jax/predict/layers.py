@@ -252,7 +252,9 @@ def _exchange(task: Task, steps: Sequence[Step], program: Program) -> Iterator[S
 
 
 def _exchange_turns(steps: Sequence[Step], first: Exchanged, second: Exchanged) -> Iterator[Slot]:
-    """The slots of two halves in turn, each beside the messages of the other, but the last one's."""
+    """The slots of two halves in turn, each beside the messages of the other: up to the last sublayer,
+    whose output has nothing beside it.
+    """
     yield Slot(first.norm)
     yield Slot(transfers=first.input_of(steps[0]))
     padded = (None, *steps, None)
@@ -264,8 +266,8 @@ def _exchange_turns(steps: Sequence[Step], first: Exchanged, second: Exchanged) 
 
 
 def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
-    """The slots of a topology's steps, in their order, but the last one's output: each beside the
-    messages of its neighbours, if it does without them.
+    """The slots of a topology's steps, in their order, each beside the messages of its neighbours, if
+    it does without them: up to the last sublayer, whose output has nothing beside it.
     """
     ready = False  # whether the step before has brought this one's input
     for before, step, following in zip((None, *steps), steps, (*steps[1:], None)):

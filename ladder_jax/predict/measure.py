@@ -290,7 +290,9 @@ def _non_negative(rows: Sequence[Sequence[float]], measured: Sequence[Reduced]) 
     """
     from scipy.optimize import nnls
 
-    small, *_, large = (one for one in measured if one.ranks == measured[-1].ranks)
+    widest = [one for one in measured if one.ranks == measured[-1].ranks]
+    small = widest[0]
+    large = widest[-1]
     seconds = np.array([one.seconds for one in measured])
     # Columns are scaled to about 1, because bytes and seconds differ by orders of magnitude; rows
     # are divided by their times, for relative errors.

@@ -239,7 +239,9 @@ def stored(model: ModelConfig, array_of: Callable[[str], Any]) -> Arrays:
 def _values(array: Any, key: Key, shape: Shape) -> np.ndarray:
     if key.layer is not None:
         array = array[key.layer]
-    return np.asarray(array)[: shape[0]]
+    if isinstance(array, jax.Array):  # split as no part of it may be
+        array = np.asarray(array)
+    return np.asarray(array[: shape[0]])
 
 
 def check_alone(model: ModelConfig, *, path: str) -> None:

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ladder_jax.errors import UserError, end_process, error_text
@@ -30,7 +30,7 @@ class Member:
     """
 
     process: int = 0
-    heartbeat: Say = lambda doing: None
+    heartbeat: Callable[[str], None] = lambda doing: None
 
 
 @contextlib.contextmanager

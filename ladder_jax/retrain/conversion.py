@@ -25,7 +25,7 @@ from ladder_jax.residual import AllReduce, State, Step, Sublayer, Topology, add
 from ladder_jax.residual.recurrence import Sums
 from ladder_jax.scopes import PREVIOUS
 
-type Arrays = dict[str, jax.Array]  # by name
+type Terms = dict[str, jax.Array]  # of a step: what it computes of its number, and of its loss
 
 LADDER_FRACTION = "ladder_fraction"
 """The name, among what a step computes of its number, of each layer's [L]."""

@@ -19,7 +19,7 @@ from ladder_jax.nn.loss import divergence_sum
 from ladder_jax.nn.parameter import DENSE, LAYERS
 from ladder_jax.residual import State, Step
 from ladder_jax.retrain import lora
-from ladder_jax.retrain.conversion import LADDER_FRACTION, Annealed, Arrays
+from ladder_jax.retrain.conversion import LADDER_FRACTION, Annealed, Terms
 from ladder_jax.retrain.plan import ADAPTERS, LOWER, RetrainPlan, part_dims, with_side
 from ladder_jax.side import SIDE
 
@@ -77,9 +77,9 @@ def loss_sum(
     frozen: Params,
     batch: Targets,
     *,
-    scheduled: Arrays,
+    scheduled: Terms,
     config: TrainConfig,
-) -> tuple[jax.Array, Arrays]:
+) -> tuple[jax.Array, Terms]:
     """(the loss, the terms that the metrics show beside it), each summed over this rank's positions
     and equal on its tensor ranks.
 

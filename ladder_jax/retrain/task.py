@@ -21,7 +21,7 @@ from ladder_jax.pretrained import OpenedModel
 from ladder_jax.pretrained.formats import define
 from ladder_jax.processes.agreement import Agreement
 from ladder_jax.retrain import conversion, lora, loss, sources
-from ladder_jax.retrain.conversion import Arrays
+from ladder_jax.retrain.conversion import Terms
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan, join_parts
 from ladder_jax.retrain.sources import Sources
 
@@ -42,7 +42,7 @@ class Retraining(RetrainPlan):
     def held_out(self) -> "Retraining":
         return dataclasses.replace(self, teacher=None)
 
-    def scheduled(self, step: jax.Array) -> Arrays:
+    def scheduled(self, step: jax.Array) -> Terms:
         """{"ladder_fraction": float32 [L]} while layers are converted."""
         if not self.conversion.steps:
             return {}
@@ -50,7 +50,7 @@ class Retraining(RetrainPlan):
         fraction = conversion.ladder_fraction(step, topology=topology, config=self.conversion)
         return {conversion.LADDER_FRACTION: fraction}
 
-    def measured(self, terms: Arrays, scheduled: Arrays) -> Arrays:
+    def measured(self, terms: Terms, scheduled: Terms) -> Terms:
         of_routers = self.routers.terms if self.routers else {}
         measured = {name: terms[name] for name in terms if name not in of_routers}
         if self.routers:

@@ -4,7 +4,7 @@ one device's shard under tensor parallelism. Only a name that needs `pretrained`
 
 import dataclasses
 
-from ladder_jax.config import PRESETS, ModelConfig, load, parse_residual, preset
+from ladder_jax.config import PRESETS, ModelConfig, is_file, load, parse_residual, preset
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import local_path
 
@@ -26,7 +26,7 @@ def _by_name(name: str) -> ModelConfig:
     if name in PRESETS:
         return preset(name)
     path = local_path(name)
-    if path.suffix in (".yaml", ".yml", ".json"):
+    if is_file(path):
         return load(name).model
     if "/" not in name and not path.exists():
         also = "a configuration file, a run's or a Hugging Face folder, a GGUF file, or org/name of the Hub"

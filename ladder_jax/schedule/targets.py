@@ -63,7 +63,7 @@ COMPILERS = {
     "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
     "cpu": ("jaxlib",),
 }
-"""By platform, the packages of which one holds the compiler."""
+"""By platform the packages that may hold its compiler; one of them is installed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import tensorstore
@@ -142,7 +142,7 @@ class RunContext:
     account: TimeAccount
     stop: StopRequest
     say: Say
-    heartbeat: Say
+    heartbeat: Callable[[str], None]
 
 
 def path_of(config: RunConfig) -> AnyPath:
@@ -220,7 +220,7 @@ def _is_free(folder: AnyPath) -> bool:
 
 
 def locked(
-    folder: AnyPath, *, say: Say, lost: Say = end_process
+    folder: AnyPath, *, say: Say, lost: Callable[[str], None] = end_process
 ) -> contextlib.AbstractContextManager[None]:
     """Holds the lock of `folder`, which is made if it is missing, in a block. Raises UserError if
     another process does. Of a run's processes only the first takes it.
@@ -234,7 +234,7 @@ def locked(
 
 
 @contextlib.contextmanager
-def _file_lock(folder: pathlib.Path, lost: Say) -> Iterator[None]:
+def _file_lock(folder: pathlib.Path, lost: Callable[[str], None]) -> Iterator[None]:
     """The file stays, but of a run that was refused nothing does."""
     done = threading.Event()
 
@@ -275,7 +275,7 @@ def _is_gone(file: pathlib.Path, opened: io.FileIO) -> bool:
 
 
 @contextlib.contextmanager
-def _lease(folder: AnyPath, say: Say, lost: Say) -> Iterator[None]:
+def _lease(folder: AnyPath, say: Say, lost: Callable[[str], None]) -> Iterator[None]:
     store = tensorstore.KvStore.open(kvstore(folder)).result()
     done = threading.Event()
     owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"

@@ -4,7 +4,7 @@ result.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from jax.sharding import Mesh
@@ -56,7 +56,7 @@ def run(
     *,
     say: Say = print,
     profile: range | None = None,
-    heartbeat: Say = lambda doing: None,
+    heartbeat: Callable[[str], None] = lambda doing: None,
     timeout: float = TIMEOUT,
 ) -> Result:
     """Train as `config` says, resuming from the run's last checkpoint; returns the final losses.

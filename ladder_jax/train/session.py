@@ -146,7 +146,7 @@ class Session:
                 first = self._roll_back(bad)
 
     @functools.cached_property
-    def _step(self) -> jax.stages.Compiled:
+    def _compiled_step(self) -> jax.stages.Compiled:
         context = self.context
         context.say("compiling the training step")
         with context.account.time("compile"):
@@ -158,7 +158,7 @@ class Session:
     def _steps(self, first: int, last: int) -> None:
         context = self.context
         train = context.config.train
-        make_step = self._step
+        make_step = self._compiled_step
         label = "step {done}/{total}" if jax.process_index() == 0 else None
         pending: Dispatched | None = None
         with (
@@ -301,7 +301,7 @@ class Session:
         return self._evaluate() if self.validation is None else self.validation
 
     @functools.cached_property
-    def _loss(self) -> jax.stages.Compiled:
+    def _compiled_loss(self) -> jax.stages.Compiled:
         train = self.context.config.train
         with self.context.account.time("compile"):
             loss = held_out_loss(self.task, loop=train.loop, loss_chunk=train.loss_chunk)
@@ -314,7 +314,7 @@ class Session:
         weights = []
         with self.context.account.time("evaluation"):
             for batch in self.held_out:
-                mean = self._loss(self.state.params, self.frozen, self.loader.place(batch))
+                mean = self._compiled_loss(self.state.params, self.frozen, self.loader.place(batch))
                 losses.append(float(mean))
                 # padding is not predicted
                 weights.append(batch.predicted.sum() if isinstance(batch, Batch) else 1)

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from ladder_jax import evaluate
-from ladder_jax.evaluate.harness import LadderJax, main
 from tests.evaluate.conftest import WINDOW, rows_of
 from tests.refusals import refused
 
@@ -116,6 +115,8 @@ def ours(request, model, bytes_model):
 
 @pytest.fixture
 def adapter(ours):
+    from ladder_jax.evaluate.harness import LadderJax
+
     return LadderJax(ours, max_gen_toks=12)
 
 
@@ -223,6 +224,12 @@ def test_generation(ours, adapter, harness, shots, tmp_path):
     check_answers(ours, adapter, harness, tmp_path, shots=shots)
 
 
+def test_no_question_at_all(ours):
+    for score in (evaluate.multiple_choice, evaluate.generation):
+        with refused("there is no question"):
+            score(ours, [])
+
+
 def test_an_interrupted_generation_goes_on_from_the_cache(adapter, monkeypatch, tmp_path):
     from lm_eval.api import instance, model
 
@@ -274,6 +281,8 @@ def test_chat_template(model, bytes_model, pieces):
     is.
     """
     messages = [{"role": "user", "content": "the cat"}]
+    from ladder_jax.evaluate.harness import LadderJax
+
     adapter = LadderJax(model)
     assert adapter.tok_encode(adapter.apply_chat_template(messages)) == pieces.chat(messages)
     assert adapter.tokenizer_name == pieces.name
@@ -286,6 +295,8 @@ def test_chat_template(model, bytes_model, pieces):
 def test_by_name(run):
     """As `lm_eval --model ladder_jax --model_args checkpoint=...` makes it."""
     from lm_eval.api.registry import get_model
+
+    import ladder_jax.evaluate.harness  # noqa: F401
 
     made = get_model("ladder_jax").create_from_arg_string(
         f"checkpoint={run},tensor=1", {"batch_size": 1}
@@ -304,6 +315,8 @@ def test_by_name(run):
     ],
 )
 def test_a_mistake_in_its_arguments(arguments, message):
+    from ladder_jax.evaluate.harness import LadderJax
+
     with refused(message):
         LadderJax.create_from_arg_string(arguments)
 
@@ -311,6 +324,8 @@ def test_a_mistake_in_its_arguments(arguments, message):
 def test_a_mistake_of_its_command_is_one_line(tasks, monkeypatch, capsys):
     """Without the harness's own tasks, all of which it reads first, for seconds."""
     from lm_eval.tasks import TaskManager
+
+    from ladder_jax.evaluate.harness import main
 
     local = functools.partial(TaskManager, include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", local)

@@ -231,7 +231,7 @@ def _written(
     name: str, part: Part, out: pathlib.Path, settings: Manifest, source: str
 ) -> Shard | None:
     """The shard that an earlier call wrote; None where its files are missing or cut short, or the
-    part or the token that ends documents has changed.
+    part has changed, or documents end with another token now.
     """
     file = out / f"{name}.json"
     if not file.is_file():

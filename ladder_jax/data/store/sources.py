@@ -120,7 +120,7 @@ def _files(source: str, subset: str | None, split: str) -> list[File]:
     if not root.exists():
         raise UserError(f"{source!r} does not exist ({ALLOWED})")
     files = []
-    for path in below(root, hidden=False):
+    for path in below(root, data=True):
         state = path.stat()
         named = path == root
         files.append(File(str(path), state.st_size, state.st_mtime_ns, named))

@@ -6,6 +6,7 @@ table is one shard or more, which can be read apart: a Parquet file's row groups
 files; other files are one shard.
 """
 
+import contextlib
 import functools
 import glob
 import re
@@ -62,15 +63,18 @@ def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iter
     modified: the file's time; a table that this process has opened before is opened again when it
         has changed.
     """
-    with refused(f"{table}: cannot be read"), warnings.catch_warnings():
-        # of a CSV file whose rows are longer than its header, the rest would be lost
-        warnings.filterwarnings("error", "Length of header or names does not match")
-        whole = _column(table, field, modified)
+    with refused(f"{table}: cannot be read"):
+        with _whole_rows():
+            whole = _column(table, field, modified)
         count = whole.num_shards
         for shard in range(begin, end):
             number = 0
-            rows = whole.shard(count, shard).with_format("arrow")
-            for batch in rows.iter(BATCH):
+            batches = whole.shard(count, shard).with_format("arrow").iter(BATCH)
+            while True:
+                with _whole_rows():  # of a batch: the caller's warnings are its own
+                    batch = next(batches, None)
+                if batch is None:
+                    break
                 for text in batch[field].to_pylist():
                     number += 1
                     if text is None:
@@ -78,6 +82,14 @@ def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iter
                             f"{table}: row {number} of shard {shard + 1} has no text in {field!r}"
                         )
                     yield text
+
+
+@contextlib.contextmanager
+def _whole_rows() -> Iterator[None]:
+    """Of a CSV file whose rows are longer than its header, the rest would be lost."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Length of header or names does not match")
+        yield
 
 
 @functools.lru_cache(maxsize=8)
