@@ -11,6 +11,7 @@ from ladder_jax.config import DecodeConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Finish, NoNumbers, Request, Result
 from ladder_jax.errors import UserError
+from ladder_jax.terminal import Say
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
@@ -25,7 +26,7 @@ class Conversation:
     tokenizer: Tokenizer
     settings: DecodeConfig
     ends: dict[str, Sequence]
-    say: Callable[[str], None]
+    say: Say
     show: Callable[[str], None]
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     answers: int = 0

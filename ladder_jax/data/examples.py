@@ -186,7 +186,7 @@ def _chat(
         spans.append((len(before), len(until)))
     if not spans:
         raise UserError(
-            "no message has the role 'assistant', or all that do have the weight 0: there is nothing to learn"
+            "no message has the role 'assistant', or each such message has the weight 0: there is nothing to learn"
         )
     return text, spans
 

@@ -1,7 +1,6 @@
 """`interleave=auto`: two halves in turn where they are predicted to be faster on these devices."""
 
 import dataclasses
-from collections.abc import Callable
 
 from ladder_jax.config import (
     DecodeConfig,
@@ -18,9 +17,10 @@ from ladder_jax.predict import machine, model
 from ladder_jax.predict.program import Choice, Form, form_of
 from ladder_jax.predict.result import WORTH
 from ladder_jax.predict.work import Block, Model, Task
+from ladder_jax.terminal import Say
 
 
-def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> RunConfig:
+def of_training(config: RunConfig, *, kind: str, say: Say) -> RunConfig:
     """`config` with `train.interleave` decided for devices of `kind` (`jax.Device.device_kind`)."""
     train = config.train
     mesh = config.mesh
@@ -47,7 +47,7 @@ def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> 
 
 
 def of_reading(
-    settings: DecodeConfig, *, definition: ModelDef, tokens: int, say: Callable[[str], None]
+    settings: DecodeConfig, *, definition: ModelDef, tokens: int, say: Say
 ) -> DecodeConfig:
     """`settings` with `decode.interleave` decided for prompts of `tokens` tokens, which are read
     one at a time.
