@@ -239,7 +239,7 @@ def stored(model: ModelConfig, array_of: Callable[[str], Any]) -> Arrays:
 def _values(array: Any, key: Key, shape: Shape) -> np.ndarray:
     if key.layer is not None:
         array = array[key.layer]
-    if isinstance(array, jax.Array):  # split as no part of it may be
+    if isinstance(array, jax.Array):  # whose sharding may not divide the rows that are wanted
         array = np.asarray(array)
     return np.asarray(array[: shape[0]])
 
