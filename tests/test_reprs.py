@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from ladder_jax import checkpoint, config, decode, nn, parallel, pretrained, residual, schedule
 from ladder_jax.data.store import Store
-from ladder_jax.data.tokenizer import HuggingFace
+from ladder_jax.data.tokenizer import load
 from ladder_jax.train.step import TrainState
 from tests import cases, tokenizers
 from tests.hlo import text
@@ -134,7 +134,7 @@ OBJECTS = {
     "state": (state, "4,300 parameters"),
     "token store": (store, "199 documents, "),
     "tokenizer": (
-        lambda path: HuggingFace(pathlib.Path(tokenizers.folder(path / "t"))),
+        lambda path: load(tokenizers.folder(path / "t")),
         "HuggingFace(",
     ),
     "report": (report, "... and 110 more rows"),

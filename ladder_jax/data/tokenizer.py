@@ -13,7 +13,6 @@ import hashlib
 import json
 import operator
 import os
-import pathlib
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,14 +27,19 @@ BYTES = "bytes"
 FOLDER = "tokenizer"
 """The tokenizer's folder in a run's folder."""
 MAIN = "tokenizer.json"
+GENERATION = "generation_config.json"
 FILES = (
     MAIN,
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "generation_config.json",
+    "added_tokens.json",
+    GENERATION,
     "chat_template.jinja",
+    "tokenizer.model",  # SentencePiece's own, which tokenizer.json repeats
+    "vocab.json",
+    "merges.txt",
 )
-"""What is read of a tokenizer's folder; only the first must be there."""
+"""A tokenizer's files, which are read and copied together; only the first must be there."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 Messages = Sequence[Mapping[str, str]]
@@ -52,6 +56,7 @@ class Tokenizer(Protocol):
     bos_token_id: the token that begins a text, if there is one.
     has_chat: whether there is a chat template.
     special_ids: special tokens by their texts.
+    files: the contents of its FILES, by name; none for bytes.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Tokenizer(Protocol):
     bos_token_id: int | None
     has_chat: bool
     special_ids: Mapping[str, int] = types.MappingProxyType({})
+    files: Mapping[str, bytes] = types.MappingProxyType({})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """special: with what the tokenizer puts around a text by itself, such as a
@@ -151,7 +157,7 @@ def load(path: str | os.PathLike | None) -> Tokenizer:
         raise UserError(
             f"there is no tokenizer at {str(path)!r} (allowed: {BYTES!r}, or a folder with {MAIN})"
         )
-    return HuggingFace(folder)
+    return HuggingFace(_read(folder), where=str(folder))
 
 
 def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
@@ -166,11 +172,12 @@ def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
                 f"{str(folder)!r} holds another tokenizer than {tokenizer.name}: remove it, or choose another folder"
             )
         return
-    if not isinstance(tokenizer, HuggingFace):
+    if not tokenizer.files:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in reversed(tokenizer.files.items()):
-        files.write(folder / name, [text.encode()])
+    for name in reversed(FILES):
+        if name in tokenizer.files:
+            files.write(folder / name, [tokenizer.files[name]])
 
 
 def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None = None) -> None:
@@ -200,21 +207,22 @@ def alike(one: Tokenizer, other: Tokenizer) -> bool:
 class HuggingFace(Tokenizer):
     """See Tokenizer. Raises UserError for files that are missing, damaged or of an unsupported
     kind.
+
+    where: the folder of `files`, for messages.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, files: Mapping[str, bytes], *, where: str):
         import tokenizers
 
-        self.folder = folder
-        self.files = _read(folder)
-        content = self.files.get(MAIN)
+        self.files = files
+        self.where = where
+        content = self._text(MAIN, None)
         if content is None:
             raise UserError(
-                f"{str(folder)!r} holds no {MAIN}: a tokenizer is a folder with one"
+                f"{where!r} holds no {MAIN}: a tokenizer is a folder with one"
                 " (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"
             )
-        file = str(folder / MAIN)
-        with refused(f"{file!r} is not a tokenizer"):
+        with refused(f"{self._file(MAIN)!r} is not a tokenizer"):
             tokenizer = tokenizers.Tokenizer.from_str(content)
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -227,7 +235,7 @@ class HuggingFace(Tokenizer):
             self.vocab_size = 1 + max(self.numbers().values())
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = {one.content: token for token, one in added.items() if one.special}
-        digest = hashlib.sha256(content.encode()).hexdigest()
+        digest = hashlib.sha256(files[MAIN]).hexdigest()
         self.name = f"tokenizer-{digest[:16]}"
         self._steps, self._drops_first_space = _steps(described.get("decoder"))
         config = self._object("tokenizer_config.json")
@@ -238,7 +246,7 @@ class HuggingFace(Tokenizer):
         self._special = _special_tokens(config)
         self.stop_ids = self._stop_ids()
         self.bos_token_id = self._token_id("bos_token")
-        source = self.files.get("chat_template.jinja", _template(config))
+        source = self._text("chat_template.jinja", _template(config))
         self.has_chat = source is not None
         self._chat = ChatTemplate(source, special=self._special) if self.has_chat else None
         special = tuple(sorted(self._special.items()))
@@ -257,7 +265,9 @@ class HuggingFace(Tokenizer):
         return self  # nothing changes it, and a chat template cannot be copied
 
     def __repr__(self) -> str:
-        return f"HuggingFace({str(self.folder)!r}, vocab_size={self.vocab_size}, has_chat={self.has_chat})"
+        return (
+            f"HuggingFace({self.where!r}, vocab_size={self.vocab_size}, has_chat={self.has_chat})"
+        )
 
     def numbers(self) -> dict[str, int]:
         """All tokens' numbers, by how the vocabulary writes them."""
@@ -288,12 +298,12 @@ class HuggingFace(Tokenizer):
         self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None
     ) -> str:
         if self._chat is None:
-            raise UserError(f"the tokenizer in {str(self.folder)!r} has no chat template")
+            raise UserError(f"the tokenizer in {self.where!r} has no chat template")
         return self._chat(messages, prompt=prompt, now=now)
 
     @contextlib.contextmanager
     def _encoding(self, text: str) -> Iterator[None]:
-        with refused(f"the tokenizer in {str(self.folder)!r} cannot encode this text"):
+        with refused(f"the tokenizer in {self.where!r} cannot encode this text"):
             text.encode()  # half of a surrogate pair is no character
             yield
 
@@ -310,8 +320,19 @@ class HuggingFace(Tokenizer):
                 written[index] = token.content
         return {index: _piece_bytes(piece, self._steps) for index, piece in written.items()}
 
+    def _file(self, name: str) -> str:
+        return os.path.join(self.where, name)
+
+    def _text(self, name: str, default: str | None) -> str | None:
+        if name not in self.files:
+            return default
+        try:
+            return self.files[name].decode()
+        except UnicodeDecodeError:
+            raise UserError(f"{self._file(name)!r} is not UTF-8 text") from None
+
     def _object(self, name: str) -> dict:
-        return json_object(self.files.get(name, "{}"), where=self.folder / name)
+        return json_object(self._text(name, "{}"), where=self._file(name))
 
     def _token_id(self, name: str) -> int | None:
         if (token := self._special.get(name)) is None:
@@ -320,7 +341,7 @@ class HuggingFace(Tokenizer):
             return self._tokenizer.token_to_id(token)
 
     def _stop_ids(self) -> tuple[int, ...]:
-        more = self._object("generation_config.json").get("eos_token_id")
+        more = self._object(GENERATION).get("eos_token_id")
         several = more if isinstance(more, list) else [more]
         found = [self._token_id("eos_token"), *several]
         # -1 stands for none
@@ -328,22 +349,20 @@ class HuggingFace(Tokenizer):
         return tuple(dict.fromkeys(filter(is_token, found)))
 
 
-def _read(folder: AnyPath) -> dict[str, str]:
-    """The text of those of FILES that are there."""
+def _read(folder: AnyPath) -> dict[str, bytes]:
+    """The contents of those of FILES that are there."""
     found = {}
     for name in FILES:
         try:
-            found[name] = (folder / name).read_bytes().decode("utf-8")
+            found[name] = (folder / name).read_bytes()
         except FileNotFoundError:
             continue
         except OSError as error:
             raise UserError(f"cannot read {str(folder / name)!r}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{str(folder / name)!r} is not UTF-8 text") from None
     return found
 
 
-def json_object(content: bytes | str, *, where: AnyPath) -> dict[str, Any]:
+def json_object(content: bytes | str, *, where: str | AnyPath) -> dict[str, Any]:
     """The JSON object in a file's `content`. Raises UserError, which names the file `where`, for
     something else.
     """

@@ -59,7 +59,8 @@ def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> Non
     Raises UserError for a tokenizer that does not fit, RunFailed if writing fails.
     """
     folder.mkdir()
-    exported.write_tokenizer(folder / tokenizers.FOLDER)
+    if exported.tokenizer is not None:
+        tokenizers.save(exported.tokenizer, folder / tokenizers.FOLDER)
     item = folder / "checkpoints" / str(STEP)
     stacked = {}
     for key, array in exported.arrays.items():

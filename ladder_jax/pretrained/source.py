@@ -9,9 +9,7 @@ import functools
 import json
 import math
 import pathlib
-import tempfile
 import types
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -116,41 +114,19 @@ class Source:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Of `files`; without any, bytes for 256 tokens, else None. Raises UserError as
-        `write_tokenizer` does.
+        """Of `files`; without any, bytes for 256 tokens, else None.
+
+        Raises UserError for an unsupported tokenizer, and for one with more tokens than the model.
         """
         if not self.files and self.model.vocab_size == tokenizers.Bytes().vocab_size:
             return tokenizers.Bytes()
         if tokenizers.MAIN not in self.files:
             return None
-        scratch = tempfile.TemporaryDirectory(prefix="ladder-jax-")
-        try:
-            tokenizer = self.write_tokenizer(pathlib.Path(scratch.name) / tokenizers.FOLDER)
-        except UserError:
-            scratch.cleanup()
-            raise
-        weakref.finalize(tokenizer, scratch.cleanup)  # the folder is removed with it
-        return tokenizer
-
-    def write_tokenizer(self, folder: pathlib.Path) -> Tokenizer | None:
-        """Write the tokenizer's files, chat template and generation settings to the new `folder`,
-        and open it.
-
-        None, and no folder, if `files` hold no tokenizer. Raises UserError for an unsupported
-        tokenizer, and for one with more tokens than the model.
-        """
-        if tokenizers.MAIN not in self.files:
-            return None
-        folder.mkdir()
-        for name, content in self.files.items():
-            (folder / name).write_bytes(content)
+        files = dict(self.files)
         if self.generation:
             settings = json.dumps(dict(self.generation), indent=2) + "\n"
-            (folder / "generation_config.json").write_text(settings, encoding="utf-8")
-        try:
-            tokenizer = tokenizers.load(folder)
-        except UserError as error:
-            raise UserError(str(error).replace(str(folder), self.path)) from None
+            files[tokenizers.GENERATION] = settings.encode()
+        tokenizer = tokenizers.HuggingFace(files, where=self.path)
         tokenizers.check_vocabulary(tokenizer, vocab_size=self.model.vocab_size, path=self.path)
         return tokenizer
 

@@ -142,7 +142,7 @@ class Transformer(nn.Transformer):
 
     def source(self) -> Source:
         """The model as `pretrained` reads models: for `pretrained.write_huggingface`, or another
-        model's parameters. Raises UserError where its tokenizer's folder is gone, or changed.
+        model's parameters.
         """
         if jax.process_count() > 1:
             raise UserError(
@@ -151,23 +151,15 @@ class Transformer(nn.Transformer):
         source.check_alone(self.config, path="the model in memory")
         params = traverse_util.flatten_dict(self.params, sep="/")
         arrays = source.stored(self.config, params.get)
-        folder = getattr(self.tokenizer, "folder", None)  # bytes have none
-        files = {}
-        generation = {}
-        if folder is not None:
-            if not folder.is_dir() or tokenizers.load(folder) != self.tokenizer:
-                raise UserError(
-                    f"the tokenizer of this model was in {str(folder)!r}, where there is none now, or another:"
-                    " set model.tokenizer to that of lj.from_pretrained(NAME), or to None"
-                )
-            files = huggingface.tokenizer_files(folder)
-            generation = huggingface.generation_in(folder)
+        where = "the model in memory"
+        files = getattr(self.tokenizer, "files", {})
+        generation = tokenizers.json_object(files.get(tokenizers.GENERATION, "{}"), where=where)
         return Source(
-            "the model in memory",
+            where,
             self.config,
             arrays,
             self.context,
-            files,
+            huggingface.without_program(files, where=where),
             generation,
             self.refit,
             self.decode,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.config import Json, ModelConfig
-from ladder_jax.data.tokenizer import MAIN, json_object
+from ladder_jax.data.tokenizer import FILES, GENERATION, MAIN, json_object
 from ladder_jax.errors import UserError, needed
 from ladder_jax.pretrained import source, tensors
 from ladder_jax.pretrained.fields import Fields
@@ -20,23 +20,13 @@ from ladder_jax.pretrained.source import Arrays, Source, Stored
 from ladder_jax.terminal import progress
 
 CONFIG = "config.json"
-GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2 * 10**9
 """A larger model is written as several files and an index. The host holds one file's tensors."""
 DEFAULT_CONTEXT = 2048  # tokens, if the source has no context
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TOKENIZER_FILES = (
-    MAIN,
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",  # SentencePiece's own, which tokenizer.json repeats
-    "vocab.json",
-    "merges.txt",
-)
+TOKENIZER_FILES = tuple(name for name in FILES if name != GENERATION)
 """What a Source carries into an export: no program and no foreign file.
 
 Exported Ladder models are opened with trust_remote_code=True. That would also run a program that
@@ -104,18 +94,25 @@ def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes]:
     """The contents of those `TOKENIZER_FILES` that are in `folder`, by name. Raises UserError for
     links that lead out of it.
     """
-    files = {
-        name: (folder / name).read_bytes() for name in TOKENIZER_FILES if _has_file(folder, name)
-    }
-    if TOKENIZER_CONFIG in files:
-        told = json_object(files[TOKENIZER_CONFIG], where=folder / TOKENIZER_CONFIG)
+    found = filter(functools.partial(_has_file, folder), TOKENIZER_FILES)
+    files = {name: (folder / name).read_bytes() for name in found}
+    return without_program(files, where=str(folder))
+
+
+def without_program(files: Mapping[str, bytes], *, where: str) -> dict[str, bytes]:
+    """Those `TOKENIZER_FILES` among a tokenizer's files, which name no program. `where` is their
+    folder, for messages.
+    """
+    found = {name: files[name] for name in TOKENIZER_FILES if name in files}
+    if TOKENIZER_CONFIG in found:
+        told = json_object(found[TOKENIZER_CONFIG], where=pathlib.Path(where, TOKENIZER_CONFIG))
         if "auto_map" in told:  # names the class's program, which is not exported
             del told["auto_map"]
             told.pop(_CLASS, None)
-            if MAIN in files:
+            if MAIN in found:
                 told[_CLASS] = _FAST
-            files[TOKENIZER_CONFIG] = _to_json(told)
-    return files
+            found[TOKENIZER_CONFIG] = _to_json(told)
+    return found
 
 
 def _has_file(folder: pathlib.Path, name: str) -> bool:
