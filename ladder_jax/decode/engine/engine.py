@@ -4,7 +4,7 @@ thread of its own.
 
 import collections
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -95,8 +95,6 @@ class Engine:
             self._device = Slots(
                 definition, prepared, **sizes, **form, interleave=interleave, launch=launch
             )
-        # by slot: prompts that are not read to their end
-        self._reading: dict[int, tuple[Handle, Generator]] = {}
         self._moving = threading.Lock()  # held through a round: one at a time
         # guards what follows; notified of new work
         self._changed = threading.Condition(threading.RLock())
@@ -212,7 +210,6 @@ class Engine:
             # under the lock: a handle waits for the thread only while there is one
             self._thread = None
             self._end_all()
-            self._reading.clear()
 
     __enter__ = start
 
@@ -269,7 +266,7 @@ class Engine:
         All of it is sent to the devices before the host waits for the first token.
         """
         for slot, handle in self._admit():
-            self._reading[slot] = handle, self._device.insert(slot, handle.request)
+            handle.reading = self._device.insert(slot, handle.request)
         first = self._read()
         if not self._decoding():
             return
@@ -289,21 +286,19 @@ class Engine:
         """Reads the next chunk of prompts. Of those it completes: slot, handle, first token and its
         log-probability.
         """
-        running = dict(self._in_slots())
         complete = []
-        for slot, (handle, chunks) in list(self._reading.items()):
-            if running.get(slot) is not handle:  # cancelled meanwhile
-                del self._reading[slot]
+        for slot, handle in self._in_slots():
+            if not handle.reading:
                 continue
             try:
-                next(chunks)
+                next(handle.reading)
             except StopIteration as end:
-                del self._reading[slot]
+                handle.reading = None
                 complete.append((slot, handle, *end.value))
         return complete
 
     def _decoding(self):
-        return [(slot, handle) for slot, handle in self._in_slots() if slot not in self._reading]
+        return [(slot, handle) for slot, handle in self._in_slots() if not handle.reading]
 
     def _take(self, slot, handle, tokens, logprobs):
         if outcome := handle.take(tokens, logprobs):
@@ -345,6 +340,7 @@ class Engine:
                 self._end(handle, error or handle.take(finish=Finish.CANCELLED))
 
     def _end(self, handle, outcome):
+        handle.reading = None
         finished = isinstance(outcome, Result)
         self._finished[str(outcome.finish) if finished else "failed"] += 1
         self._new_tokens += len(outcome.tokens) if finished else 0

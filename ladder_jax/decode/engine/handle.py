@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from ladder_jax.decode.request import (
@@ -36,7 +36,9 @@ class Handle:
         # pieces, and at last the result or the error
         self._events: list[Piece | Result | BaseException] = []
         self._listeners: list[Listener] = []
-        self.cancelled = False  # while it has a slot
+        # for the engine, while it has a slot: whether it is to end, and what is left of its prompt
+        self.cancelled = False
+        self.reading: Generator[None, None, Any] | None = None
 
     def __repr__(self) -> str:
         return f"Handle({self._events[-1] if self.done else 'not finished'!r}, of {self.request!r})"
