@@ -184,14 +184,12 @@ def sample(
 
     chosen_by = lax.cond(any_row.sampled, draw, lambda: scores)
     largest = jnp.max(logits_BV, axis=-1)
-    finite = jnp.where(jnp.isneginf(largest), 0, largest)  # a rank may hold nothing but padding
-    mass = jnp.sum(jnp.exp(logits_BV - finite[:, None]), axis=-1)
+    mass = _mass(logits_BV, largest)
     own = _at(logits_BV, jnp.argmax(chosen_by, axis=-1))
     tokens, [largest, mass, own], first = argmax_with(chosen_by, [largest, mass, own], axes=axes)
     whole = jnp.max(largest, axis=0)
     chosen = _of_rank(own, first) - whole
-    total = jnp.sum(mass * jnp.exp(largest - whole[None]), axis=0)
-    logprobs = chosen - jnp.log(total)
+    logprobs = chosen - jnp.log(_whole_mass(mass, largest, whole))
     return _checked(tokens, whole), logprobs
 
 
@@ -212,6 +210,17 @@ def argmax_with(
     best, *others = (lax.bitcast_convert_type(x, jnp.float32) for x in rest)
     first = jnp.argmax(best, axis=0)  # the first of equals, which has the lower tokens
     return _of_rank(tokens, first), others, first
+
+
+def _mass(scores_BV, largest_B):
+    """The sum of exp(score - largest) of this rank's share, [B], which may be nothing but padding."""
+    finite = jnp.where(jnp.isneginf(largest_B), 0, largest_B)
+    return jnp.sum(jnp.exp(scores_BV - finite[:, None]), axis=-1)
+
+
+def _whole_mass(mass_RB, largest_RB, largest_B):
+    """Of all ranks' shares, [B], each from its own largest score, and the largest of these."""
+    return jnp.sum(mass_RB * jnp.exp(largest_RB - largest_B[None]), axis=0)
 
 
 def _at(x_BV, index_B):
@@ -316,8 +325,7 @@ def _gather(scores_BV, *, axes, count):
     # What follows takes slices of two widths of these. Without the barrier XLA moves them into its
     # top-k, which then sorts the vocabulary, where its kernel would not.
     own = lax.optimization_barrier(lax.top_k(scores_BV, min(count, size))[0])
-    finite = jnp.where(jnp.isneginf(own[:, 0]), 0, own[:, 0])  # a rank may hold nothing but padding
-    mass = jnp.sum(jnp.exp(scores_BV - finite[:, None]), axis=-1)
+    mass = _mass(scores_BV, own[:, 0])
     sent = all_ranks(jnp.concatenate([own, mass[:, None]], axis=-1), axes)  # [ranks, B, count + 1]
     lists = sent[..., :-1]
     masses = sent[..., -1]
@@ -327,8 +335,7 @@ def _gather(scores_BV, *, axes, count):
         jnp.moveaxis(lists, 0, 1).reshape(len(scores_BV), -1), axis=-1, descending=True
     )
     floor = jnp.max(lists[..., -1], axis=0) if count < size else whole
-    mass = jnp.sum(masses * jnp.exp(lists[..., 0] - largest[None]), axis=0)
-    return values, floor, mass
+    return values, floor, _whole_mass(masses, lists[..., 0], largest)
 
 
 def _threshold(values, floor, whole_mass, settings):
