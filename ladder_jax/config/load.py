@@ -177,12 +177,3 @@ def parse_yaml(text: str, *, what: str) -> typing.Any:
         raise UserError(
             f"{what} is not YAML: {' '.join(str(error).split())[:300] or type(error).__name__}"
         ) from None
-
-
-def read_section(file: typing.Any, name: str, *, what: str) -> typing.Any:
-    """The section `name` of a YAML file (a path) that holds nothing else; None of another one.
-
-    Raises UserError for a file that cannot be read, or is no YAML.
-    """
-    tree = read_yaml(file, what=what)
-    return tree.get(name) if isinstance(tree, dict) and len(tree) == 1 else None

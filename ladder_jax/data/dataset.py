@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ladder_jax.config import DataConfig, Format, TrainConfig
-from ladder_jax.config.load import read_section
+from ladder_jax.config.load import read_yaml
 from ladder_jax.data import examples, tokenizer as tokenizers
 from ladder_jax.data.examples import Examples
 from ladder_jax.data.packing import Batch, PackedRows
@@ -205,7 +205,8 @@ def read_mixture(file: pathlib.Path) -> dict[AnyPath, float]:
       web: 7      # a store's folder, relative to this file, or gs://bucket/folder
       code: 3     # 3 of 10 rows, regardless of the stores' sizes, to within 1 %
     """
-    weights = read_section(file, "mixture", what="the mixture")
+    tree = read_yaml(file, what="the mixture")
+    weights = tree.get("mixture") if isinstance(tree, dict) and len(tree) == 1 else None
     if not isinstance(weights, dict) or not weights:
         raise UserError(
             f"{str(file)!r} must hold one section 'mixture:' with token stores and weights, such as 'web: 7'"
