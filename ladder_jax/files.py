@@ -6,7 +6,9 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import hashlib
 import io
+import json
 import os
 import pathlib
 import re
@@ -195,6 +197,13 @@ def text_of(file: str | pathlib.Path, *, named: bool, most: int = sys.maxsize) -
         if named:
             raise UserError(f"{file}: not UTF-8 text, at byte {error.start}") from None
         return None
+
+
+def digest(*values: Any) -> str:
+    """Of all that decides a file's content, to tell whether one that is there is this one. `values`
+    must be JSON; the order of an object's names does not count.
+    """
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_pipe(path: pathlib.Path) -> bool:

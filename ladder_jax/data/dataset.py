@@ -9,7 +9,6 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import json
 import pathlib
 import sys
 import sysconfig
@@ -33,6 +32,7 @@ from ladder_jax.files import (
     AnyPath,
     absolute,
     below,
+    digest,
     expanded,
     explained,
     is_remote,
@@ -146,12 +146,12 @@ def _text(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Datas
         if len(part) <= train.sequence:
             least = f"fewer than train.sequence + 1 = {train.sequence + 1}"
             raise UserError(f"the {name} text has {len(part)} tokens, {least}")
-    digest = hashlib.sha256(tokens).hexdigest()
+    of_tokens = hashlib.sha256(tokens).hexdigest()
     return _dataset(
         [windows(part, train.sequence) for part in parts.values()],
         train,
         tokenizer=tokenizer,
-        fingerprint=_digest([tokenizer.name, digest]),
+        fingerprint=digest(tokenizer.name, of_tokens),
         notes=(note,),
         text=parts["training"] if is_bytes else None,
     )
@@ -170,7 +170,7 @@ def _examples(
         _packed(loaded, cut, train, loaded.loss_mask),
         train,
         tokenizer=tokenizer,
-        fingerprint=_digest([tokenizer.name, loaded.fingerprint]),
+        fingerprint=digest(tokenizer.name, loaded.fingerprint),
         notes=(loaded.summary,),
     )
 
@@ -250,14 +250,14 @@ def _mixed(
             )
     weights = list(stores.values())
     mix = lambda rows: grain.MapDataset.mix(rows, weights)
-    identity = [[part.fingerprint, weight] for part, weight in zip(parts, weights)]
+    identity = zip((part.fingerprint for part in parts), weights)
     return dataclasses.replace(
         parts[0],
         training=mix([part.training for part in parts]),
         held_out=mix([part.held_out for part in parts]),
         training_rows=sum(part.training_rows for part in parts),
         held_out_rows=sum(part.held_out_rows for part in parts),
-        fingerprint=_digest(identity),
+        fingerprint=digest(*identity),
         notes=sum((part.notes for part in parts), ()),
     )
 
@@ -296,11 +296,6 @@ def _dataset(parts: Sequence[Rows], train: TrainConfig, **about: Any) -> Dataset
         len(held_out),
         **about,
     )
-
-
-def _digest(content: list) -> str:
-    written = json.dumps(content).encode()
-    return hashlib.sha256(written).hexdigest()[:16]
 
 
 def read_text(config: DataConfig) -> tuple[np.ndarray, str]:

@@ -14,6 +14,7 @@ from ladder_jax.decode.request import whole_numbers
 from ladder_jax.errors import UserError, whole
 from ladder_jax.evaluate.model import WINDOW, Model
 from ladder_jax.evaluate.scorer import Scorer, Span
+from ladder_jax.files import digest
 from ladder_jax.nn import Transformer
 
 
@@ -152,7 +153,7 @@ def _measured(
     ]
     if not cut:
         raise UserError("the text holds no token to score")
-    digests = [jsonl.digest(about, number, span.context, span.scored) for number, span in cut]
+    digests = [digest(about, number, span.context, span.scored) for number, span in cut]
 
     def work(left: list[int]) -> Iterator[tuple[int, dict]]:
         spans = [cut[index][1] for index in left]

@@ -15,11 +15,12 @@ import numpy as np
 
 from ladder_jax.data import json_lines
 from ladder_jax.decode import Finish
-from ladder_jax.decode.engine.jsonl import carry_out, digest
+from ladder_jax.decode.engine.jsonl import carry_out
 from ladder_jax.decode.request import ends
 from ladder_jax.errors import UserError, needed
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, SLOTS, STOP, Model
 from ladder_jax.evaluate.scorer import Span
+from ladder_jax.files import digest
 
 LABEL = "{done}/{total} questions"
 

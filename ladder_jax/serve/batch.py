@@ -21,6 +21,7 @@ from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import NoNumbers, Result, jsonl
 from ladder_jax.errors import UserError
+from ladder_jax.files import digest
 from ladder_jax.serve.answer import Form
 from ladder_jax.serve.prepare import MAX_TOKENS, Terms, prepare
 from ladder_jax.serve.schema import BODIES, Chat, Object, Refusal, parse
@@ -114,5 +115,5 @@ def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
         prepare(body, terms, seed=seed, now=NO_DATE)[0] if isinstance(body, Chat) else requests
     )
     decides = map(dataclasses.asdict, undated)
-    form.name = jsonl.digest(identity, line.url, line.body, *decides)
+    form.name = digest(identity, line.url, line.body, *decides)
     return Job(line.custom_id, tuple(requests), form.name, form=form)

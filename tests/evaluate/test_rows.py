@@ -2,8 +2,9 @@
 
 import pytest
 
-from ladder_jax.decode.engine.jsonl import carry_out, digest
+from ladder_jax.decode.engine.jsonl import carry_out
 from ladder_jax.errors import RunFailed
+from ladder_jax.files import digest
 from tests.refusals import refused
 
 

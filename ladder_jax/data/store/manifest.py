@@ -7,7 +7,6 @@ Shard `00000` is two files: `00000.tokens`, little-endian integers one after ano
 """
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 
@@ -70,8 +69,7 @@ class Manifest:
     def fingerprint(self) -> str:
         """Of the documents' tokens and their order, wherever they came from and lie."""
         digests = [shard.sha256 for shard in self.shards]
-        content = json.dumps([self.tokenizer, self.dtype, digests])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return files.digest(self.tokenizer, self.dtype, digests)
 
     def sizes(self) -> dict[str, int]:
         """The shards' files, and their bytes."""

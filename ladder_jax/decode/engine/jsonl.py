@@ -5,7 +5,6 @@ killed.
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -86,7 +85,7 @@ def read(
         prompt = tokenizer.encode(fields["prompt"])
         request = Request.of(prompt, config=defaults, index=index, **settings)
         check_prompts([request.prompt], vocab_size=vocab_size)
-        decides = digest(model, dataclasses.asdict(request))
+        decides = files.digest(model, dataclasses.asdict(request))
         return Job(index, (request,), decides, fields.get("id"))
 
     return json_lines.parsed(file, job, what="prompts")
@@ -162,13 +161,6 @@ def answer(jobs: Sequence[Job], *, file: str, engine_for: Callable[[list[Job]], 
 
 
 # The lines of such a file, and of the results of an evaluation.
-
-
-def digest(*decides: Any) -> str:
-    """Of all that decides a result, to tell whether one in a file is this one. `decides` must be
-    JSON.
-    """
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def carry_out[Key](
