@@ -379,7 +379,7 @@ def make_cache(
 ) -> Callable[[], Caches]:
     """A compiled () -> zeros for the caches of all ranks, `rows` rows in total."""
     shapes = abstract_cache(definition, rows=rows, capacity=capacity, loop=loop)
-    zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    zeros = lambda: jax.tree.map(jnp.zeros_like, shapes)
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
 
 

@@ -143,7 +143,7 @@ def _empty(definition, *, slots, positions, loop):
     _, *shapes, _ = steps.abstract(definition, rows=slots, positions=positions, loop=loop)
 
     def make():
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        zeros = jax.tree.map(jnp.zeros_like, shapes)
         return State(*zeros, Settings.of(jnp.broadcast_to(jax.random.key(0), (slots,))))
 
     return jax.jit(
