@@ -2,7 +2,6 @@
 hidden streams, and of a model with experts the routers' losses.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -34,41 +33,40 @@ class _Converting(nn.ForwardPass):
         return Annealed(self.wire.axes, params[LADDER_FRACTION]), modules
 
 
-@dataclasses.dataclass(frozen=True)
-class _PartedModel:
-    """One forward pass over a model whose lowest layers are stacked apart (see
-    plan.py).
+def _over_parts(
+    run: nn.ForwardPass,
+    params: Params,
+    dims: Params,
+    *,
+    below: int,
+    ladder_fraction: jax.Array | None = None,
+) -> Callable[[State, Any, int, int], tuple[State, Any]]:
+    """A (state, extra, first, last) -> the state and `extra` after the layers first..last-1, which
+    must lie in one of the two stacks of a model whose lowest layers are apart (see plan.py).
 
     below: how many layers those are. ladder_fraction: float32 [L], None where no layer is being
         converted.
     """
 
-    forward: nn.ForwardPass
-    params: Params
-    dims: Params
-    below: int
-    ladder_fraction: jax.Array | None = None
-
-    def layers(self, state: State, extra: Any, first: int, last: int) -> tuple[State, Any]:
-        """The state and `extra` after the layers first..last-1, which must lie in one of the two
-        stacks.
-        """
-        if DENSE in self.params:  # then all are one block (config/retrain.py checks it)
-            return self.forward.layers(state, extra, params=self.params)[:2]
-        name, offset = (LOWER, 0) if last <= self.below else (LAYERS, self.below)
-        dims = self.dims[name]
-        stack = jax.tree.map(lambda a: a[first - offset : last - offset], self.params[name])
-        if self.ladder_fraction is not None:
-            stack = {**stack, LADDER_FRACTION: self.ladder_fraction[first:last]}
-            dims = {**dims, LADDER_FRACTION: "L"}
-        state, extra, _ = self.forward.layers(
+    def layers(state, extra, first, last):
+        if DENSE in params:  # then all are one block (config/retrain.py checks it)
+            return run.layers(state, extra, params=params)[:2]
+        name, offset = (LOWER, 0) if last <= below else (LAYERS, below)
+        of_stack = dims[name]
+        stack = jax.tree.map(lambda a: a[first - offset : last - offset], params[name])
+        if ladder_fraction is not None:
+            stack = {**stack, LADDER_FRACTION: ladder_fraction[first:last]}
+            of_stack = {**of_stack, LADDER_FRACTION: "L"}
+        state, extra, _ = run.layers(
             state,
             extra,
             params={LAYERS: stack},
-            dims={LAYERS: dims},
+            dims={LAYERS: of_stack},
             ranges={LAYERS: range(first, last)},
         )
         return state, extra
+
+    return layers
 
 
 def loss_sum(
@@ -96,20 +94,20 @@ def loss_sum(
     params, dims = _with_factors(plan, trained, frozen)
     fraction = scheduled.get(LADDER_FRACTION)
     run = forward(definition, nn.forward_pass if fraction is None else _Converting)
-    student = _PartedModel(run, params, dims, below, fraction)
+    student_layers = _over_parts(run, params, dims, below=below, ladder_fraction=fraction)
     shared = shared_layers(plan)
     compared = compared_layers(plan)
     # the layer numbers between which layers run as one block
     boundaries = sorted({0, below, shared, definition.config.num_layers, *compared})
 
-    student_streams = {}
-    teacher_streams = {}
-    state, extra = student.forward.embed(params, batch.tokens)
+    states = {}  # of the student, and of the teacher the streams, after so many layers
+    streams = {}
+    state, extra = run.embed(params, batch.tokens)
     extra = routers.begin() if routers else extra
     for first, last in itertools.pairwise(boundaries):
-        state, extra = student.layers(state, extra, first, last)
-        student_streams[last] = lambda state=state: student.forward.wire.flush(state)
-    x = student.forward.finish(params, state, extra)
+        state, extra = student_layers(state, extra, first, last)
+        states[last] = state
+    x = run.finish(params, state, extra)
     penalties = []
     named = {}
     if routers:
@@ -130,18 +128,19 @@ def loss_sum(
     shared_params = frozen.get("model", {}) if plan.shares_weights else {}
     teacher_params = lax.stop_gradient({**shared_params, **frozen.get("teacher", {})})
     teacher_dims = part_dims(plan.teacher, below=below)
-    teacher = _PartedModel(forward(plan.teacher), teacher_params, teacher_dims, below)
+    teaching = forward(plan.teacher)
+    teacher_layers = _over_parts(teaching, teacher_params, teacher_dims, below=below)
     # The teacher starts from the student's stream after the layers that compute the same in both.
     if shared:
-        state = teacher.forward.begin(lax.stop_gradient(student_streams[shared]()))
+        state = teaching.begin(lax.stop_gradient(run.wire.flush(states[shared])))
     else:
-        state, _ = teacher.forward.embed(teacher_params, batch.tokens)
+        state, _ = teaching.embed(teacher_params, batch.tokens)
     for first, last in itertools.pairwise(boundaries):
         if first >= shared:
-            state, _ = teacher.layers(state, None, first, last)
-            teacher_streams[last] = teacher.forward.wire.flush(state)
+            state, _ = teacher_layers(state, None, first, last)
+            streams[last] = teaching.wire.flush(state)
     teacher_head = (
-        teacher.forward.finish(teacher_params, state),
+        teaching.finish(teacher_params, state),
         nn.output_table(plan.teacher, teacher_params),
     )
     sums = divergence_sum(
@@ -161,9 +160,9 @@ def loss_sum(
     if not plan.distill.hidden_weight:
         return total, named
     distances = [  # those after shared layers are zero
-        _distance(student_streams[n](), teacher_streams[n], batch.weights)
+        _distance(run.wire.flush(states[n]), streams[n], batch.weights)
         for n in compared
-        if n in teacher_streams
+        if n in streams
     ]
     hidden = sum(distances) / len(compared)
     named["hidden"] = lax.stop_gradient(hidden)
