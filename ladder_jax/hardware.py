@@ -6,7 +6,6 @@ NVIDIA: the data sheets of H100 SXM and B200 (dense bfloat16; NVLink counted in 
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 GIB = 2**30
 
@@ -40,9 +39,9 @@ HARDWARE = {
     "b200": Hardware("b200-nvlink", 191_000_000_000, 2250e12, 8000e9, 900e9),
 }
 
-# Dense bfloat16 FLOP/s of one jax device, by a prefix of its kind: the longest counts. Sources
-# beside those of HARDWARE: the data sheets of A100, H100 PCIe, H100 NVL and H200, and
-# cloud.google.com/tpu.
+# Dense bfloat16 FLOP/s of one jax device, by a prefix of `jax.Device.device_kind`; the longest
+# matching prefix counts. Sources beside those of HARDWARE: the data sheets of A100, H100 PCIe, H100
+# NVL and H200, and cloud.google.com/tpu.
 PEAKS = {
     "TPU v4": 275e12,
     "TPU v5 lite": HARDWARE["v5e"].flops,
@@ -74,7 +73,9 @@ MACHINES = {  # names of predict/hardware, likewise
 }
 
 
-def of_kind[T](table: Mapping[str, T], device_kind: str) -> T | None:
-    """What PEAKS or MACHINES has for devices of this `jax.Device.device_kind`, None for others."""
-    matching = [kind for kind in table if device_kind.startswith(kind)]
-    return table[max(matching, key=len)] if matching else None
+def machine_of(device_kind: str) -> str | None:
+    """The machine of predict/hardware for devices of this kind, None for one that has none."""
+    matching = [
+        kind for kind in sorted(MACHINES, key=len, reverse=True) if device_kind.startswith(kind)
+    ]
+    return MACHINES[matching[0]] if matching else None

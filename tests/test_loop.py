@@ -3,7 +3,6 @@ goodput, progress.
 """
 
 import concurrent.futures
-import functools
 import gc
 import json
 import os
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import config, hardware, nn, parallel, terminal, train
+from ladder_jax import config, nn, parallel, terminal, train
 from ladder_jax.config import TrainConfig
 from ladder_jax.nn import attention_flops
 from ladder_jax.train import folder, metrics, step as steps, timing
@@ -283,10 +282,9 @@ def test_flops_agree_with_the_compiler():
 
 
 def test_peaks():
-    peak_of = functools.partial(hardware.of_kind, hardware.PEAKS)
-    assert peak_of("NVIDIA H100 80GB HBM3") > peak_of("NVIDIA H100 PCIe") > 0
-    assert peak_of("TPU v5p") == peak_of("TPU v5") == 459e12
-    assert peak_of("NVIDIA GeForce GTX 285") is None
+    assert timing.peak_of("NVIDIA H100 80GB HBM3") > timing.peak_of("NVIDIA H100 PCIe") > 0
+    assert timing.peak_of("TPU v5p") == timing.peak_of("TPU v5") == 459e12
+    assert timing.peak_of("NVIDIA GeForce GTX 285") is None
 
 
 def test_mfu_is_shown_with_its_formula(finished):

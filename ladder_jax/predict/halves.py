@@ -10,7 +10,7 @@ from ladder_jax.config import (
     RunConfig,
 )
 from ladder_jax.errors import UserError
-from ladder_jax.hardware import MACHINES, of_kind
+from ladder_jax.hardware import machine_of
 from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import resolve_launch, with_ranks
 from ladder_jax.predict import machine, model
@@ -73,7 +73,7 @@ def _fastest(
     shard: Model, block: Block, form: Form, *, phase: Phase, kind: str, choice: Choice
 ) -> tuple[Interleave, str]:
     """Halves where they are predicted to be faster in this form, by what is worth it; and why."""
-    name = of_kind(MACHINES, kind)
+    name = machine_of(kind)
     if shard.ranks == 1:
         return Interleave.WHOLE, "as one tensor rank communicates nothing"
     if name is None:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from ladder_jax.config import Json, RunConfig
 from ladder_jax.config.fields import natural
 from ladder_jax.errors import UserError
-from ladder_jax.hardware import PEAKS, of_kind
+from ladder_jax.hardware import PEAKS
 from ladder_jax.nn import ModelDef, attention_flops, matrix_elements
 
 PARTS = {
@@ -124,7 +124,7 @@ def mfu(
     if side or config.train.freeze or config.lora.rank or config.distill.teacher:
         return None, "no MFU: its formula is of training all weights on the data alone"
     kind = mesh.devices.flat[0].device_kind
-    peak = of_kind(PEAKS, kind)
+    peak = peak_of(kind)
     source = f"{kind}, bfloat16"
     if config.train.peak_tflops:
         peak = config.train.peak_tflops * 1e12
@@ -145,6 +145,14 @@ def flops_a_token(definition: ModelDef, *, length: int) -> int:
     config = definition.config
     attention = attention_flops(config, rows=1, length=length, heads=config.num_heads)
     return 3 * (2 * matrix_elements(definition) + attention // length)
+
+
+def peak_of(device_kind: str) -> float | None:
+    """FLOP/s of a device of this kind (`jax.Device.device_kind`), None for one that the table does
+    not have.
+    """
+    kinds = [kind for kind in PEAKS if device_kind.startswith(kind)]
+    return PEAKS[max(kinds, key=len)] if kinds else None
 
 
 @dataclasses.dataclass

@@ -77,13 +77,12 @@ KINDS = {
 
 @pytest.mark.parametrize("target", HARDWARE)
 def test_a_target_and_its_devices_are_one_machine(target):
-    machines = {hardware.of_kind(hardware.MACHINES, kind) for kind in KINDS[target]}
-    assert machines == {HARDWARE[target].machine}
+    assert {hardware.machine_of(kind) for kind in KINDS[target]} == {HARDWARE[target].machine}
 
 
 def test_a_kind_without_a_machine():
-    assert hardware.of_kind(hardware.MACHINES, "cpu") is None
-    assert hardware.of_kind(hardware.MACHINES, "NVIDIA H100 PCIe") == "h100-no-nvlink"
+    assert hardware.machine_of("cpu") is None
+    assert hardware.machine_of("NVIDIA H100 PCIe") == "h100-no-nvlink"
 
 
 @pytest.mark.parametrize("name", machine.NAMES)
