@@ -16,6 +16,8 @@ import pytest
 
 from ladder_jax import cli, terminal
 from ladder_jax.cli import chat, generate, verbs
+from ladder_jax.cli.main import parse
+from ladder_jax.config import load
 from ladder_jax.errors import one_line
 from ladder_jax.schedule import targets
 from tests import runs
@@ -243,6 +245,15 @@ def test_a_help_names_every_word_of_an_option():
         kind = given.get("type") if isinstance(given, dict) else None
         if isinstance(kind, enum.EnumMeta):
             assert all(str(one.value) in given["help"] for one in kind), usage
+
+
+def test_the_examples_of_helps_can_be_typed_in_turn():
+    """What the first one trains is what the others read."""
+    _, *words = verbs.VERBS["train"].example.split()
+    asked = parse(words)
+    run = load(asked.config, overrides=asked.overrides).run
+    for name in ("checkpoints", "generate", "evaluate", "serve"):
+        assert f" {run.dir or f'runs/{run.name}'} " in verbs.VERBS[name].example
 
 
 def test_a_message_is_one_line():

@@ -112,7 +112,7 @@ VERBS = {
     ),
     "train": Verb(
         "Train a model, or resume the run from its last checkpoint.",
-        "ladder-jax train tiny --cpu-devices 8 mesh.data=2 mesh.tensor=4 data.path=book.txt run.dir=runs/book",
+        "ladder-jax train tiny --cpu-devices 8 mesh.data=2 mesh.tensor=4 data.path=book.txt",
         "ladder_jax.cli.train:run",
         {
             "config CONFIG": "a YAML or JSON file, or a preset's name",
@@ -197,7 +197,7 @@ VERBS = {
     ),
     "generate": Verb(
         "Continue prompts with a model: a checkpoint, or one of Hugging Face or llama.cpp.",
-        'ladder-jax generate runs/tiny --prompt "def main(" --temperature 0.8 --seed 1',
+        'ladder-jax generate runs/tiny --prompt "Once" --temperature 0.8 --seed 1',
         "ladder_jax.cli.generate:run",
         {
             "--prompt TEXT": repeated("text to continue; may be given again"),
