@@ -7,6 +7,7 @@ import io
 import json
 import os
 import statistics
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 
 from ladder_jax import cli, decode, nn, parallel
 from ladder_jax.bench import measure, request as requests, result
+from ladder_jax.bench.request import Variant
 from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import Loop, preset
 from ladder_jax.decode import weights
@@ -52,6 +54,20 @@ def test_json(answer):
     assert json.loads((folder / "speed.json").read_text()) == found
     assert sorted(os.listdir(folder)) == ["speed.json", "speed.png"]
     assert (folder / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_ends_under_its_bar(monkeypatch):
+    """In the middle it would be written over the next one's."""
+    drawn = []
+    monkeypatch.setattr(result.files, "write_picture", lambda _, figure: drawn.append(figure))
+    names = [Variant("standard", 2), Variant("ladder", 1)]
+    keys = ("tokens_per_second", "tokens_per_second_min", "tokens_per_second_max")
+    rows = [dict.fromkeys(keys, 9.0) | {"batch": 1}] * len(names)
+    asked = types.SimpleNamespace(batches=[1], variants=names, prompt_length=8, new_tokens=5)
+    result._plot(types.SimpleNamespace(request=asked, rows=rows, title=""), file="speed.png")
+    labels = drawn[0].axes[0].get_xticklabels()
+    assert [one.get_text() for one in labels] == ["standard in two halves", "ladder"]
+    assert all(one.get_ha() == "right" for one in labels)
 
 
 def test_the_rows_can_be_recomputed(answer):

@@ -268,7 +268,7 @@ def _plot(answer: Result, *, file: str) -> None:
         bars = axis.bar(names, heights, yerr=np.abs(ends - heights), capsize=4)
         axis.bar_label(bars, map(number, heights), padding=2)
         axis.margins(y=0.15)
-        axis.tick_params("x", rotation=30)
+        axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
         axis.set_title(f"batch {batch}")
     axes[0].set_ylabel("tokens/s")
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
