@@ -115,7 +115,7 @@ class Costs:
         counts every operand of every instruction: a matrix that is prefetched into on-chip memory
         counts three times, and a kernel's operands not at all, or as its author declared.
         """
-        return self._per_token(self._moved)
+        return self._per_token(self.moved)
 
     def _per_token(self, of: Callable[[Instruction], int]) -> int:
         """The sum of what each instruction costs: one turn of the loop over new tokens, and a
@@ -128,7 +128,8 @@ class Costs:
                 return of(one) + (total - of(one)) // iterations(one)
         return total
 
-    def _moved(self, instruction: Instruction) -> int:
+    def moved(self, instruction: Instruction) -> int:
+        """`bytes_moved` of one instruction."""
         opcode = instruction.opcode
         operands = instruction.operands
         if opcode in BOOKKEEPING or opcode.endswith("-done"):
@@ -155,7 +156,7 @@ class Costs:
         return 2 * read if opcode.endswith("-start") else read + instruction.in_memory
 
     def _moved_in(self, computation: Computation) -> int:
-        return sum(map(self._moved, computation.instructions))
+        return sum(map(self.moved, computation.instructions))
 
     @functools.cached_property
     def trips(self) -> Mapping[Computation, int]:

@@ -102,7 +102,7 @@ class _Player:
         if one := self.costs.grouped(instruction):
             return one.seconds(self.hardware)
         flops = self.costs.flops_of([instruction]).total() + attention_kernel_flops(instruction)
-        moved = sum(one.bytes for one in (*instruction.operands, instruction))
+        moved = self.costs.moved(instruction)
         return max(flops / self.hardware.flops, moved / self.hardware.bandwidth)
 
     def _wire_seconds(self, collective: Collective) -> float:
