@@ -56,6 +56,14 @@ def assert_learns(losses):
     assert losses[-1] < 0.8 * losses[0]
 
 
+def test_a_command_in_a_help_is_one_line():
+    """One is copied from there as it stands."""
+    for path in (ROOT / "experiments").rglob("*.py"):
+        shown = ast.get_docstring(ast.parse(path.read_text())) or ""
+        for after in re.findall(r"^    .*python -m .*\n(.*)", shown, re.M):
+            assert not after or "python -m " in after, (name(path), after)
+
+
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "pycon")], ids=name)
 def test_examples_print_what_stands_there(path):
     text = "\n".join(blocks(path, "pycon"))

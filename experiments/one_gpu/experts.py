@@ -1,8 +1,7 @@
 """Grouped matmuls of experts on one device, one rank's share of a model: our kernel, XLA's form,
 batched matmuls.
 
-    python -m experiments.one_gpu.experts --model qwen3-30b-a3b --share 8 --tokens 1,32,2048 --out
-    experts.json
+    python -m experiments.one_gpu.experts --model qwen3-30b-a3b --share 8 --out experts.json
 
 Three products: of rows (forward), of their gradients, and over rows (a weight's gradient). `kernel`
 is nn/grouped_gpu.py, `xla` is `lax.ragged_dot`, which XLA expands to every expert for every row;

@@ -1,8 +1,7 @@
 """Are the planner's estimates right? Training steps compiled for their targets, beside what shapes
 alone say.
 
-    nice python -m experiments.plan --out FILE    # minutes a program; rows that are in FILE are
-    kept
+    nice python -m experiments.plan --out FILE    # minutes a program; rows in FILE are kept
 
 Compiles the programs of results.json's rows again; without --out it makes the README's tables of
 them anew.

@@ -1,8 +1,7 @@
 """Is the speed model right? Nine constants fitted to the paper's tables, and what they say of
 everything else.
 
-    python -m experiments.predict    # with the package's constants: the tables of the README, and
-    results.json
+    python -m experiments.predict    # prints the tables of the README, and writes results.json
 
 No accelerator is needed, and none is used: what is measured here was measured by the paper's
 authors. The README names the commit that has the fit; results.json keeps its constants, and its
