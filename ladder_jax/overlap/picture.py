@@ -29,7 +29,7 @@ LEGEND = {
     "attention": COLOURS["attention"],
     "MLP": COLOURS["mlp"],
     "other": COLOURS[""],
-    "all-reduce": WIRE,
+    "collective": WIRE,
     "waiting for the wire": WAIT,
 }
 
