@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -103,14 +104,23 @@ def answer(result: Any, *, as_json: bool, out: str | None = None) -> None:
     Printed before it is written: the disk may be full, and making the result again takes long.
     """
     text = json.dumps(result.as_dict())
-    if as_json:
-        print(text, flush=True)
-    else:
-        show(result.lines())
+    try:
+        if as_json:
+            print(text)
+        else:
+            show(result.lines())
+        sys.stdout.flush()
+    except BrokenPipeError:  # `... | head`: the files that were asked for are written all the same
+        give_up_output()
     if out is not None:
         from ladder_jax import files
 
         files.write(pathlib.Path(out), [f"{text}\n".encode()])
+
+
+def give_up_output() -> None:
+    """Discards what is still to be written, also what Python flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def number(value: float) -> str:

@@ -189,13 +189,17 @@ def test_standard_output_that_is_closed():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_reader_that_leaves():
+def test_a_reader_that_leaves(tmp_path):
     """As `| head` does; rich would end with status 1."""
-    command = [sys.executable, "-m", "ladder_jax", *PREDICT]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    picture = tmp_path / "speed.png"
+    command = [sys.executable, "-m", "ladder_jax", *PREDICT, "--plot", str(picture)]
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    line_by_line = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as images for containers set it
+    with subprocess.Popen(command, **pipes, env=line_by_line) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(300) == 0
+    assert picture.exists()  # whatever became of standard output
 
 
 def test_interrupted_again_while_it_ends(run_python):

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from ladder_jax.cli.verbs import VERBS, count
 from ladder_jax.errors import RunFailed, UserError, error_text, one_line, unknown
+from ladder_jax.terminal import give_up_output
 
 # errors of the disk, not of the program
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _ended(f"the environment's JAX_ variables: {error_text(error)}", status=2)
     except BrokenPipeError:  # `ladder-jax generate ... | head`
-        _give_up_output()
+        give_up_output()
         return 0
     except OSError as error:
         line = ": ".join(filter(None, (error.filename, error.strerror)))
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _ended(line, status=2)
         if error.errno not in DISK:
             raise
-        _give_up_output()
+        give_up_output()
         return _ended(line, status=1)
     return 0
 
@@ -75,11 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ended(line: str, *, status: int) -> int:
     print(f"ladder-jax: {one_line(line)}", file=sys.stderr)
     return status
-
-
-def _give_up_output() -> None:
-    """Discards what is still to be written, also what Python flushes at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def prepare_devices(cpu_devices: int | None) -> None:
