@@ -14,7 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from ladder_jax.errors import printable
 
@@ -111,16 +111,16 @@ def answer(result: Any, *, as_json: bool, out: str | None = None) -> None:
             show(result.lines())
         sys.stdout.flush()
     except BrokenPipeError:  # `... | head`: the files that were asked for are written all the same
-        give_up_output()
+        give_up(sys.stdout)
     if out is not None:
         from ladder_jax import files
 
         files.write(pathlib.Path(out), [f"{text}\n".encode()])
 
 
-def give_up_output() -> None:
-    """Discards what is still to be written, also what Python flushes at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def give_up(stream: TextIO) -> None:
+    """Discards what is still to be written to it, also what Python flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def number(value: float) -> str:
@@ -129,9 +129,12 @@ def number(value: float) -> str:
 
 
 def say(line: str) -> None:
-    """Print it on standard error."""
+    """Print it on standard error, whether or not anybody reads that still."""
     clean = line.replace("\n", "").isprintable()
-    print(line if clean else printable(line), file=sys.stderr, flush=True)
+    try:
+        print(line if clean else printable(line), file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        give_up(sys.stderr)
 
 
 def generated(text: str) -> str:
@@ -145,7 +148,7 @@ def progress(
     *,
     done: int = 0,
     label: str | None = "{done}/{total}",
-    say: Say | None = None,
+    say: Say = say,
 ) -> Iterator[Update]:
     """Yields `update(done, text)`, which shows that `done` of `total` steps are finished, and
     `text` beside that.
@@ -162,8 +165,7 @@ def progress(
     console = Console(stderr=True, highlight=False)
     label_of = lambda done: label.format(done=done, total=total)
     if not console.is_terminal:
-        plain = lambda line: console.print(line, markup=False, soft_wrap=True)
-        yield _progress_lines(total, done, label_of, say or plain)
+        yield _progress_lines(total, done, label_of, say)
         return
     count, message = (
         TextColumn(f"{{task.{field}}}", markup=False)

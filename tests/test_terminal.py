@@ -2,6 +2,9 @@
 left to be copied.
 """
 
+import os
+import sys
+
 import pytest
 
 from ladder_jax import terminal
@@ -57,6 +60,18 @@ def test_lines_are_wrapped_on_a_terminal_alone(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS")
     terminal.show([long])
     assert capsys.readouterr().out == long + "\n"
+
+
+def test_a_notice_that_nobody_reads_ends_nothing(monkeypatch):
+    """A run of days writes to a pipe, whose reader may end before it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with terminal.progress(2) as update:
+            update(1, "")
+            update(2, "")
+        terminal.say("done")
 
 
 PREDICT = "predict --model llama-3.1-405b --hardware h100-nvlink --batch 16"

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ladder_jax.cli.verbs import VERBS, count
 from ladder_jax.errors import RunFailed, UserError, error_text, one_line, unknown
-from ladder_jax.terminal import give_up_output
+from ladder_jax.terminal import give_up
 
 # errors of the disk, not of the program
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _ended(f"the environment's JAX_ variables: {error_text(error)}", status=2)
     except BrokenPipeError:  # `ladder-jax generate ... | head`
-        give_up_output()
+        give_up(sys.stdout)
         return 0
     except OSError as error:
         line = ": ".join(filter(None, (error.filename, error.strerror)))
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _ended(line, status=2)
         if error.errno not in DISK:
             raise
-        give_up_output()
+        give_up(sys.stdout)
         return _ended(line, status=1)
     return 0
 
