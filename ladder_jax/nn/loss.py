@@ -241,7 +241,7 @@ def _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, *,
     count = -(-length // size)
 
     def of_part(x, others):
-        """(the sums, dx in its dtype or None, dtable in float32 or None)"""
+        """(the sums, dx in its dtype or None, dtable in float32, rounded at the end, or None)"""
         sums, slope = chunk(x, table_VD, others, constants)
         if not gradient:
             return sums, None, None
@@ -257,19 +257,13 @@ def _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, *,
 
     def turn(carry, part):
         sums, dx, dtable = of_part(*part)
-        new = [sums, dtable] if gradient else [sums]
-        return jax.tree.map(jnp.add, carry, new), dx
+        return jax.tree.map(jnp.add, carry, (sums, dtable)), dx
 
     parts = jax.tree.map(chunks, (x_BTD, of_positions))
-    first = jax.tree.map(lambda a: a[0], parts)
-    shapes, *_ = jax.eval_shape(of_part, *first)
-    of_rows = map(varying, jax.tree.leaves((x_BTD, of_positions)))
-    over = frozenset().union(*of_rows) - set(axes)
-    start = [jax.tree.map(lambda a: pvary(jnp.zeros(a.shape, a.dtype), over), shapes)]
-    if gradient:  # summed in float32, and rounded to the table's dtype once
-        start.append(pvary(jnp.zeros(table_VD.shape, jnp.float32), varying(table_VD)))
-    (sums, *of_table), dx = lax.scan(turn, start, parts)
+    sums, _, dtable = jax.eval_shape(of_part, *jax.tree.map(lambda a: a[0], parts))
+    zeros = jax.tree.map(jnp.zeros_like, (sums, dtable))
+    (sums, dtable), dx = lax.scan(turn, zeros, parts)
     if not gradient:
         return (sums,)
     dx = dx.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :length]
-    return sums, dx, of_table[0].astype(table_VD.dtype)
+    return sums, dx, dtable.astype(table_VD.dtype)

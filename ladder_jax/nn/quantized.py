@@ -182,8 +182,7 @@ def _looked_up(table, indices, dtype):
 
 def _looked_up_backward(dtype, residuals, gradient):
     table, indices = residuals  # of the table only the type is used
-    zeros = pvary(jnp.zeros(table.shape, jnp.float32), varying(table))
-    summed = zeros.at[indices].add(gradient.astype(jnp.float32))
+    summed = jnp.zeros_like(table, jnp.float32).at[indices].add(gradient.astype(jnp.float32))
     return summed.astype(table.dtype), None
 
 

@@ -18,7 +18,7 @@ from ladder_jax.config import TrainConfig
 from ladder_jax.nn.experts import Routing
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.parameter import LAYERS, stacks
-from ladder_jax.parallel import all_reduce, pvary, rank, varying
+from ladder_jax.parallel import all_reduce, pvary, rank
 from ladder_jax.scopes import LOSS
 
 PREDICTED = "predicted"
@@ -108,10 +108,9 @@ class RouterLosses:
             return (counts + terms(part, given)["counts"], None)
 
         parts = jax.tree.map(split, batch)
-        of_rows = varying(jax.tree.leaves(batch)[0])
-        zeros = pvary(jnp.zeros(self.terms["counts"], jnp.float32), of_rows)
-
-        counts = lax.scan(add, zeros, parts)[0]
+        rows, *_ = jax.tree.leaves(batch)
+        zeros = jnp.zeros_like(rows, jnp.float32, self.terms["counts"])
+        counts, _ = lax.scan(add, zeros, parts)
         with jax.named_scope(LOSS):
             return {**given, COUNTS: all_reduce(counts, self.definition.layout.batch)}
 

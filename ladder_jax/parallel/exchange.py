@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import Axes, pvary, varying
+from ladder_jax.parallel.collectives import Axes, pvary
 
 
 def by_expert(choice_R: Array, *, experts: int) -> tuple[Array, Array, Array]:
@@ -95,7 +95,7 @@ def collect(rows_RED: Array, places_NK: Array, weights_NK: Array) -> Array:
 def _sources(slots_NK, total):
     """int32 [E S]: the row, n K + k, in each slot; N K in a free one."""
     count = slots_NK.size
-    free = pvary(jnp.full((total,), count, jnp.int32), varying(slots_NK))
+    free = jnp.full_like(slots_NK, count, shape=(total,))
     return free.at[slots_NK.reshape(-1)].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
 
 

@@ -83,8 +83,7 @@ def _of_input(product, x, weights):
     """The gradient of an input like `x` from that of its product, in which its values have no
     part.
     """
-    zeros = pvary(jnp.zeros(x.shape, x.dtype), varying(x))
-    _, pull_back = jax.vjp(lambda x: product(x, weights), zeros)
+    _, pull_back = jax.vjp(lambda x: product(x, weights), jnp.zeros_like(x))
     return lambda gradients: pull_back(gradients)[0]
 
 

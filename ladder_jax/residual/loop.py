@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
 from ladder_jax.config import Execution, Loop, Remat
-from ladder_jax.parallel.collectives import EMULATED, Axes, pvary, varying
+from ladder_jax.parallel.collectives import EMULATED, Axes
 from ladder_jax.residual.recurrence import REDUCED, AllReduce, State, Step
 
 LAYER_INPUT = "entered"
@@ -227,9 +227,8 @@ def _unstack(tree):
 
 def _restack(_, gradients):
     def write(*layers):
-        axes = frozenset.union(*map(varying, layers))
         first = layers[0]
-        stack = pvary(jnp.zeros((len(layers), *first.shape), first.dtype), axes)
+        stack = jnp.zeros_like(first, shape=(len(layers), *first.shape))
         for index in reversed(range(len(layers))):
             stack = jax.lax.dynamic_update_index_in_dim(stack, layers[index], index, 0)
         return stack

@@ -326,7 +326,7 @@ class AllReduce:
 
     def filled(self, stream: Array, sums: Sums, partial: Any, dtype: jnp.dtype) -> tuple[Sums, Any]:
         """`sums` and `partial` beside a residual like `stream`, with zeros in place of None."""
-        zero = pvary(jnp.zeros_like(stream, dtype=dtype), varying(stream))
+        zero = jnp.zeros_like(stream, dtype)
         sums = tuple(zero if one is None else one for one in sums)
         return sums, pvary(zero, self.axes) if partial is None else partial
 

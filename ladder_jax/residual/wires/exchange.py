@@ -35,7 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import MoEConfig
 from ladder_jax.parallel import exchange
-from ladder_jax.parallel.collectives import Axes, named, pvary, ranks, varying
+from ladder_jax.parallel.collectives import Axes, named, pvary, ranks
 from ladder_jax.residual.interleave import Turn
 from ladder_jax.residual.loop import EXCHANGED
 from ladder_jax.residual.recurrence import REDUCED, State, add, barrier_forward
@@ -175,7 +175,7 @@ class Exchange(SequenceParallel):
         count = ranks(self.axes)
 
         def zero(shape, dtype):
-            return pvary(jnp.zeros(shape, dtype), varying(stream) | frozenset(self.axes))
+            return pvary(jnp.zeros_like(stream, dtype, shape), self.axes)
 
         sums = tuple(zero(stream.shape, dtype) if one is None else one for one in sums)
         if partial is None:

@@ -38,7 +38,6 @@ from ladder_jax.parallel.collectives import (
     pvary,
     ranks,
     reduce_scatter,
-    varying,
 )
 from ladder_jax.residual.recurrence import (
     LOCAL,
@@ -188,8 +187,8 @@ class SequenceParallel(AllReduce):
 
     def filled(self, stream, sums, partial, dtype):
         rows, length, width = stream.shape
-        zero = jnp.zeros((rows, length * ranks(self.axes), width), dtype)
-        zero = pvary(zero, varying(stream) | frozenset(self.axes))
+        zero = jnp.zeros_like(stream, dtype, (rows, length * ranks(self.axes), width))
+        zero = pvary(zero, self.axes)
         sums = tuple(self.reduce(zero) if one is None else one for one in sums)
         return sums, zero if partial is None else partial
 
