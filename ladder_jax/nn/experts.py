@@ -37,7 +37,7 @@ from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import exchange, pvary, rank, ranks, varying
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.residual import EXPERTS, Normed
-from ladder_jax.residual.recurrence import local
+from ladder_jax.residual.recurrence import Project, local
 
 CHUNK = 8192  # tokens whose rows are in memory at once
 NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
@@ -109,9 +109,9 @@ class NormedExperts(Normed):
         [N, D], their slots int32 [N, K] as `parallel.exchange.slots`, the weights of their rows
         float32 [N, K]).
     compute: the rows [E/ranks, R, D] of this rank's experts to their outputs [R, E/ranks, D], the
-        order in which they are sent; its second argument is applied to their first products.
-    shared: the shared expert's partial sum [B, T, D] of a normalised input; its second argument
-        likewise.
+        order in which they are sent.
+    shared: the shared expert's partial sum [B, T, D] of a normalised input. In both `into` computes
+        the first products.
     """
 
     moe: "MoE"
@@ -141,18 +141,17 @@ class NormedExperts(Normed):
                 self.on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
             return x_ND, slots, weights
 
-    def compute(self, rows_ERD: Array, tied: Callable = local) -> Array:
+    def compute(self, rows_ERD: Array, *, into: Project) -> Array:
         """[R, E, D]: so the matmul writes what is sent in the order of sending, and no copy
         follows.
         """
         experts = self.moe.experts
-        gate = _batched_matmul(rows_ERD, experts.gate.get_value())
-        up = _batched_matmul(rows_ERD, experts.up.get_value())
-        gate, up = tied((gate, up))
+        matrices = experts.gate.get_value(), experts.up.get_value()
+        gate, up = into(_batched_matmuls, rows_ERD, matrices)
         return quantized.einsum("ERM,EMD->RED", jax.nn.silu(gate) * up, experts.down.get_value())
 
-    def shared(self, x_BTD: Array, tied: Callable = local) -> Array:
-        return self.moe.shared(self.gained(x_BTD), tied)
+    def shared(self, x_BTD: Array, *, into: Project = local) -> Array:
+        return self.moe.shared(self.gained(x_BTD), into=into)
 
 
 class ExpertMLPs(Module):
@@ -200,15 +199,10 @@ class SharedExpert(Module):
         if sizes.config.moe.shared_gate:
             self.share = new("D", init=Normal(0.02))
 
-    def __call__(self, x_BTD: Array, tied: Callable = local) -> Array:
-        """A rank's partial sum [B, T, D]. tied: applied to the first products, whose await may be
-        tied to others'.
-        """
-
-        def of(matrix):
-            return quantized.einsum("BTD,DW->BTW", x_BTD, matrix.get_value())
-
-        gate, up = tied((of(self.gate), of(self.up)))
+    def __call__(self, x_BTD: Array, *, into: Project = local) -> Array:
+        """A rank's partial sum [B, T, D]. into: computes the first products."""
+        matrices = self.gate.get_value(), self.up.get_value()
+        gate, up = into(quantized.GATE_UP, x_BTD, matrices)
         out = quantized.einsum("BTW,WD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
         if not hasattr(self, "share"):
             return out
@@ -367,8 +361,11 @@ _in_token_order.defvjp(
 )
 
 
-def _batched_matmul(rows_ERI, weight_EIO):
-    """[E, R, O]: the rows of each expert times its matrix, as `grouped_matmul`."""
-    if isinstance(weight_EIO, Int8):
-        weight_EIO = Int8(weight_EIO.values, weight_EIO.scale[:, None])
-    return quantized.einsum("ERI,EIO->ERO", rows_ERI, weight_EIO)
+def _batched_matmuls(rows_ERI, weights):
+    """[E, R, O] of each of `weights` [E, I, O]: the rows of each expert times its matrix."""
+    products = []
+    for weight in weights:
+        if isinstance(weight, Int8):
+            weight = Int8(weight.values, weight.scale[:, None])
+        products.append(quantized.einsum("ERI,EIO->ERO", rows_ERI, weight))
+    return products

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from ladder_jax import residual
 from ladder_jax.config import (
+    CollectiveMatmul,
     Execution,
     ExpertParallelism,
     ModelConfig,
@@ -114,7 +115,8 @@ class ModelDef:
             return normalise(x, eps=self.config.norm_eps).astype(self.dtype)
 
         if not self.exchanges(execution):
-            return SequenceParallel(axes, normalised, execution.collective_matmul)
+            rings = execution.collective_matmul is CollectiveMatmul.RING
+            return SequenceParallel(axes, normalised, rings)
         from ladder_jax.residual.wires.exchange import Exchange
 
         return Exchange(axes, normalised, moe=self.config.moe)

@@ -30,7 +30,6 @@ from ladder_jax.scopes import EMBEDDING, QK_NORM
 _QUERY_KEY_VALUE = functools.partial(
     quantized.products, ("BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTD,DKH->BTKH")
 )
-_GATE_UP = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
 _OUT = functools.partial(quantized.biased, "BTNH,NHD->BTD")
 _DOWN = functools.partial(quantized.biased, "BTF,FD->BTD")
 
@@ -125,7 +124,7 @@ class Attention(Module):
             reduce over them.
         """
         matrices = self.query.get_value(), self.key.get_value(), self.value.get_value()
-        query, key, value = projections.into(_QUERY_KEY_VALUE)(x_BTD, matrices)
+        query, key, value = projections.into(_QUERY_KEY_VALUE, x_BTD, matrices)
         if hasattr(self, "query_bias"):
             query = quantized.add_bias(query, self.query_bias[...])
             key = quantized.add_bias(key, self.key_bias[...])
@@ -135,7 +134,7 @@ class Attention(Module):
             table = rotary_tables(FULL_SEQUENCE.indices(query.shape[1]), config=self.config)
         attended = attend(rotate(query, table), rotate(key, table), value)
         bias = jnp.where(first_rank, self.out_bias[...], 0) if hasattr(self, "out_bias") else None
-        return projections.out(_OUT)(attended, (self.out.get_value(), bias))
+        return projections.out(_OUT, attended, (self.out.get_value(), bias))
 
     def _normed(self, query, key, *, dtype, axes):
         norm = self.config.qk_norm
@@ -178,13 +177,13 @@ class MLP(Module):
             the result summed.
         """
         matrices = self.gate.get_value(), self.up.get_value()
-        gate, up = projections.into(_GATE_UP)(x_BTD, matrices)
+        gate, up = projections.into(quantized.GATE_UP, x_BTD, matrices)
         if hasattr(self, "gate_bias"):
             gate = quantized.add_bias(gate, self.gate_bias[...])
             up = quantized.add_bias(up, self.up_bias[...])
         bias = jnp.where(first_rank, self.down_bias[...], 0) if hasattr(self, "down_bias") else None
         hidden = jax.nn.silu(gate) * up
-        return projections.out(_DOWN)(hidden, (self.down.get_value(), bias))
+        return projections.out(_DOWN, hidden, (self.down.get_value(), bias))
 
 
 class Embedding(Module):

@@ -115,6 +115,10 @@ def products(specs: tuple[str, ...], x: Array, weights: tuple) -> tuple[Array, .
     return tuple([einsum(spec, x, weight) for spec, weight in zip(specs, weights, strict=True)])
 
 
+GATE_UP = functools.partial(products, ("BTD,DF->BTF", "BTD,DF->BTF"))
+"""The first products of an MLP, or of a shared expert."""
+
+
 def biased(spec: str, x: Array, weights: tuple) -> Array:
     """`einsum` of x and a matrix, plus a bias. weights: (the matrix, the bias or None)."""
     weight, bias = weights

@@ -23,7 +23,7 @@ from ladder_jax.nn.modules import LayerContext, normalise
 from ladder_jax.nn.parameter import LAYERS, pad_end, stacks
 from ladder_jax.parallel import all_gather, all_reduce, pvary, rank
 from ladder_jax.parallel.collectives import ranks
-from ladder_jax.residual.recurrence import Projections, project
+from ladder_jax.residual.recurrence import Projections
 from ladder_jax.residual.topologies import ROUTED, SHARED
 
 ROWS = 4  # of a batch
@@ -102,7 +102,7 @@ class OutputRead:
 
         one = sublayers[which]
         x = one.normed(state.input(step, axes=self.axes))
-        projections = Projections(out=project(out))
+        projections = Projections(out=out)
         output = one.function(x, projections=projections)
         return read[0].reshape(*x.shape[:2], -1), output
 

@@ -8,7 +8,6 @@ way.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -123,17 +122,12 @@ def with_next(
 
 # (x [B, T, ...], weights) -> arrays [B, T, ...], position by position
 Product = Callable[[Array, Any], Any]
-Project = Callable[[Product], Product]
+Project = Callable[[Product, Array, Any], Any]  # a product, and its arguments
 
 
-def project(function: Callable[..., Any], *first: Any) -> Project:
-    """A Project by a function of (*first, product, x, weights)."""
-    return lambda product: functools.partial(function, *first, product)
-
-
-def local(product: Product) -> Product:
+def local(product: Product, x: Array, weights: Any) -> Any:
     """The product of what this rank has."""
-    return product
+    return product(x, weights)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,15 +148,18 @@ class Exchange(SequenceParallel):
         rows = entered.rows
         shared = None
 
-        def with_rows(products):
+        def with_rows(product, x, weights):
             nonlocal rows
+            products = product(x, weights)
             if not is_hidden(step):
                 products, rows = barrier_forward((products, rows))
             return products
 
         if entered.shared is not None and not step.early:
-            shared = parts.shared(entered.shared, with_rows)
-        return dataclasses.replace(entered, rows=parts.compute(rows, beside.between), shared=shared)
+            shared = parts.shared(entered.shared, into=with_rows)
+        return dataclasses.replace(
+            entered, rows=parts.compute(rows, into=beside.between), shared=shared
+        )
 
     def _whole(self, output, *, like):
         """What is awaited at once, as this rank's positions of the sum."""

@@ -21,6 +21,7 @@ positions, and multiplies by the `Projections` that the step gives it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from ladder_jax.config import CollectiveMatmul
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import (
     Axes,
@@ -43,6 +43,7 @@ from ladder_jax.residual.recurrence import (
     LOCAL,
     REDUCED,
     AllReduce,
+    Product,
     Projections,
     State,
     Step,
@@ -50,7 +51,6 @@ from ladder_jax.residual.recurrence import (
     barrier_backward,
     barrier_forward,
     local,
-    project,
     with_next,
 )
 from ladder_jax.scopes import ENTER, FOLLOWING, LAUNCH, PREVIOUS
@@ -87,10 +87,11 @@ class Beside:
     make: Callable
     send: Callable
 
-    def between(self, products: Any) -> Any:
+    def between(self, product: Product, x: Array, weights: Any) -> Any:
         """The sublayer's first products: the first message is awaited after them, and the second
         one sent.
         """
+        products = product(x, weights)
         newest = self.newest
         if newest is not None:
             products, newest = barrier_forward((products, newest))
@@ -114,10 +115,11 @@ class SequenceParallel(AllReduce):
     step's input.
 
     normalise: applied to a sublayer's input before it is gathered; returns the compute dtype.
+    rings: whether its matmuls are collective.
     """
 
     normalise: Normalise
-    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
+    rings: bool = False
 
     def layers(self, layers):
         """Raises UserError for topologies that do not reduce every output.
@@ -130,7 +132,7 @@ class SequenceParallel(AllReduce):
                 "sequence parallelism needs a residual that reduces every output: not desync-n, nor no-communication"
             )
         *others, last = layers
-        if self.collective_matmul is not CollectiveMatmul.NONE:
+        if self.rings:
             last = (*last[:-1], dataclasses.replace(last[-1], pending_after=0))
 
         def split(step, after):
@@ -254,11 +256,7 @@ class SequenceParallel(AllReduce):
 
     def _output(self, step, entered, sublayers, beside):
         """The sublayer's partial sum, with two messages beside it."""
-
-        def between(product, x, weights):
-            return beside.between(product(x, weights))
-
-        return self._projected(step, entered, sublayers, Projections(project(between)))
+        return self._projected(step, entered, sublayers, Projections(beside.between))
 
     def _projected(self, step, entered, sublayers, projections):
         (which,) = step.sublayers
@@ -266,18 +264,17 @@ class SequenceParallel(AllReduce):
         return sublayer.function(sublayer.gained(entered), projections=projections)
 
     def _gathers_in_matmul(self, step):
-        return self.collective_matmul is not CollectiveMatmul.NONE and not step.fresh
+        return self.rings and not step.fresh
 
     def _projections(self, step, *, gathers):
         """With collective matmuls: of an input that is gathered here, and of an output that is
         awaited here.
         """
-        if self.collective_matmul is CollectiveMatmul.NONE:
-            return LOCAL
         gathers = gathers and self._gathers_in_matmul(step)
+        scatters = self.rings and step.pending_after == 0
         return Projections(
-            project(_ring_in, self.axes) if gathers else local,
-            project(_ring_out, self.axes) if step.pending_after == 0 else local,
+            functools.partial(_ring_in, axes=self.axes) if gathers else local,
+            functools.partial(_ring_out, axes=self.axes) if scatters else local,
         )
 
 
@@ -300,14 +297,14 @@ def scatter_sequence(x: Array, axes: Axes) -> Array:
     return reduce_scatter(x, axes, dimension=LENGTH)
 
 
-def _ring_in(axes, product, x, weights):
+def _ring_in(product, x, weights, *, axes):
     from ladder_jax.parallel import ring
 
     with jax.named_scope(ENTER):
         return ring.gather_product(product, x, weights, axes)
 
 
-def _ring_out(axes, product, x, weights):
+def _ring_out(product, x, weights, *, axes):
     from ladder_jax.parallel import ring
 
     with jax.named_scope(LAUNCH):
