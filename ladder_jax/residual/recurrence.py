@@ -252,14 +252,21 @@ class AllReduce:
         own: this rank's newest output, which a fresh ladder reads. scope: the name scope of what is
             launched.
         """
-        if backward:
-            entered, residual, launched = tie_backward(entered, residual, launched, self.axes)
+        several = ranks(self.axes) > 1
+        newest = launched[-1:]
+        if backward and several:
+            # The gradient of `entered` is this rank's partial sum, reduced next; that of `residual`
+            # holds the later step's all-reduce. The earlier step's backward starts from the
+            # gradient of `newest`: it must come after this step's, because the next all-reduce
+            # hides under it.
+            entered, residual, newest = barrier_backward((entered, residual, newest))
         if step.fresh:
             entered = self.with_own(entered, own)
         partial = self.partial(step.sublayers, entered, sublayers)
-        if forward:
-            partial, launched = tie_forward(partial, launched, self.axes)
-        return partial, residual, launched
+        if forward and several and newest[0] is not None:
+            # so that the next all-reduce cannot be merged with the newest one
+            partial, newest = barrier_forward((partial, newest))
+        return partial, residual, (*launched[:-1], *newest)
 
     def with_own(self, entered: Array, partial: Array | None) -> Array:
         """Of a fresh ladder: its input with this rank's own newest output."""
@@ -372,34 +379,6 @@ def add(stream: Array, sums: Sequence[Array | None]) -> Array:
         if addend is not None:
             stream = stream + addend.astype(stream.dtype)
     return stream
-
-
-def tie_forward(partial: Array, launched: Sums, axes: Axes) -> tuple[Array, Sums]:
-    """Barrier between a step's output and the newest all-reduce, so that the next one cannot be
-    merged with it.
-
-    Without effect on one rank, and in the first step, where no all-reduce is in flight.
-    """
-    *older, newest = launched
-    if newest is None or ranks(axes) == 1:
-        return partial, launched
-    partial, newest = barrier_forward((partial, newest))
-    return partial, (*older, newest)
-
-
-def tie_backward(
-    entered: Array, residual: Array, launched: Sums, axes: Axes
-) -> tuple[Array, Array, Sums]:
-    """The same barrier for the backward pass, where the gradient of a step's input is all-reduced.
-
-    The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the
-    later step's all-reduce. The earlier step's backward starts from the gradient of the newest
-    output: it must come after this step's, because the next all-reduce hides under it.
-    """
-    if ranks(axes) == 1:
-        return entered, residual, launched
-    entered, residual, newest = barrier_backward((entered, residual, launched[-1:]))
-    return entered, residual, (*launched[:-1], *newest)
 
 
 @jax.custom_vjp
