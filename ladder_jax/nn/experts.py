@@ -20,7 +20,7 @@ every compiler has kernels for.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +41,6 @@ from ladder_jax.residual.recurrence import Project, local
 
 CHUNK = 8192  # tokens whose rows are in memory at once
 NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
-
-
-class Route(NamedTuple):
-    """choice: int32 [N, K], the experts of each token; weights: float32 [N, K], what their outputs
-    count.
-    """
-
-    choice: Array
-    weights: Array
 
 
 @jax.tree_util.register_dataclass
@@ -82,18 +73,23 @@ class Routing:
 OnRouting = Callable[[Routing], None]
 
 
-def measured(logits_NC: Array, choice_NK: Array) -> Routing:
-    """One layer's statistics of these tokens."""
+def measured(logits_NC: Array, choice_NK: Array, *, kept_NK: Array | None) -> Routing:
+    """One layer's statistics of these tokens. kept: which choices are within their experts'
+    capacity; None: all.
+    """
     log_total = jax.nn.logsumexp(logits_NC, axis=1, keepdims=True)
     probabilities = jnp.exp(logits_NC - log_total)
     hits = choice_NK.reshape(-1)[:, None] == jnp.arange(logits_NC.shape[1])[None, :]
     entropies = jnp.sum(log_total) - jnp.sum(probabilities * logits_NC)
+    dropped = jnp.zeros_like(entropies)
+    if kept_NK is not None:
+        dropped = jnp.sum(~kept_NK, dtype=jnp.float32)
     return Routing(
         counts=jnp.sum(hits, axis=0, dtype=jnp.float32),
         probabilities=jnp.sum(probabilities, axis=0),
         log_squares=jnp.sum(jnp.square(log_total)),
         entropies=lax.stop_gradient(entropies),
-        dropped=jnp.zeros_like(entropies),
+        dropped=dropped,
     )
 
 
@@ -136,9 +132,7 @@ class NormedExperts(Normed):
                 taken = jnp.where(is_token.reshape(-1, 1), choice, experts)
             slots = exchange.slots(taken, experts=experts, size=size)
             if self.on_routing:
-                kept = slots < experts * size
-                dropped = jnp.sum(~kept, dtype=jnp.float32)
-                self.on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
+                self.on_routing(measured(logits, choice, kept_NK=slots < experts * size))
             return x_ND, slots, weights
 
     def compute(self, rows_ERD: Array, *, into: Project) -> Array:
@@ -165,19 +159,20 @@ class ExpertMLPs(Module):
         self.up = new("EDM", init=Normal(0.02))
         self.down = new("EMD", init=residual_writer(sizes.config))
 
-    def __call__(self, x_ND: Array, routed: Route, *, axes: Axes) -> Array:
+    def __call__(self, x_ND: Array, choice_NK: Array, weights_NK: Array, *, axes: Axes) -> Array:
         """This rank's partial sum [N, D] of the chosen experts' weighted outputs."""
-        first = rank(axes) * self.count
-        groups = _groups(routed.choice, first=first, count=self.count)
-        rows = _sorted_rows(pvary(x_ND, varying(groups.order)), groups, routed.choice.shape[1])
+        index = choice_NK - rank(axes) * self.count  # among this rank's experts
+        is_mine = (index >= 0) & (index < self.count)
+        group = jnp.where(is_mine, index, self.count).reshape(-1)
+        groups = Groups(*exchange.by_expert(group, experts=self.count))
+        rows = _sorted_rows(pvary(x_ND, varying(groups.order)), groups, choice_NK.shape[1])
         gate = grouped_matmul(rows, self.gate.get_value(), groups)
         up = grouped_matmul(rows, self.up.get_value(), groups)
         down = grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), groups)
         out = _in_token_order(down, groups)
         # the other rows are undefined
-        mine = (routed.choice >= first) & (routed.choice < first + self.count)
-        of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, out.shape[1]), 0)
-        weighed = of_tokens.astype(jnp.float32) * routed.weights[:, :, None]
+        of_tokens = jnp.where(is_mine[:, :, None], out.reshape(*is_mine.shape, out.shape[1]), 0)
+        weighed = of_tokens.astype(jnp.float32) * weights_NK[:, :, None]
         return jnp.sum(weighed, axis=1).astype(x_ND.dtype)
 
     @property
@@ -243,23 +238,20 @@ class MoE(Module):
         """
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         logits = self.logits(x_ND)
-        routed = self.route(logits)
+        choice, weights = self.route(logits)
         if on_routing:
-            statistics = measured(logits, routed.choice)
+            kept = None
             if self.moe.capacity is not None:
-                # rows beyond their experts' capacity choose no expert
                 experts = self.moe.experts
                 size = self.moe.slots(len(x_ND))
-                kept = exchange.slots(routed.choice, experts=experts, size=size) < experts * size
-                routed = Route(jnp.where(kept, routed.choice, NO_EXPERT), routed.weights)
-                statistics = dataclasses.replace(
-                    statistics, dropped=jnp.sum(~kept, dtype=jnp.float32)
-                )
-            on_routing(statistics)
+                kept = exchange.slots(choice, experts=experts, size=size) < experts * size
+            on_routing(measured(logits, choice, kept_NK=kept))
+            if kept is not None:  # the others choose no expert
+                choice = jnp.where(kept, choice, NO_EXPERT)
         compute = functools.partial(self.experts, axes=axes)
         if len(x_ND) > CHUNK:
-            return _in_chunks(compute, x_ND, routed).reshape(x_BTD.shape)
-        return compute(x_ND, routed).reshape(x_BTD.shape)
+            compute = functools.partial(_in_chunks, compute)
+        return compute(x_ND, choice, weights).reshape(x_BTD.shape)
 
     def sublayers(self, norm: Any, *, context: Any, on_routing: OnRouting | None) -> list[Normed]:
         """A layer's second sublayer behind its norm; of FarSkip two, routed and shared experts.
@@ -285,9 +277,11 @@ class MoE(Module):
         wide = x_ND.astype(jnp.float32)
         return jnp.einsum("ND,DC->NC", wide, self.router[...], precision=lax.Precision.HIGHEST)
 
-    def route(self, logits_NC: Array) -> Route:
-        """The experts with the largest logits, or sums of probability and bias; of equal ones that
-        with the lowest index.
+    def route(self, logits_NC: Array) -> tuple[Array, Array]:
+        """(the experts of each token, int32 [N, K]; what their outputs count, float32 [N, K]).
+
+        Those with the largest logits, or sums of probability and bias; of equal ones that with the
+        lowest index.
 
         A bias has no gradient: `toward_balance` moves it.
         """
@@ -299,16 +293,10 @@ class MoE(Module):
         chosen = jnp.take_along_axis(logits_NC, choice, axis=1)
         over = chosen if self.moe.softmax is RouterSoftmax.CHOSEN else logits_NC
         total = jax.nn.logsumexp(over, axis=1, keepdims=True)
-        return Route(choice, jnp.exp(chosen - total))
+        return choice, jnp.exp(chosen - total)
 
 
-def _groups(choice_NK, *, first, count):
-    local = choice_NK.reshape(-1) - first
-    local = jnp.where((local >= 0) & (local < count), local, count)
-    return Groups(*exchange.by_expert(local, experts=count))
-
-
-def _in_chunks(compute, x_ND, routed):
+def _in_chunks(compute, x_ND, choice_NK, weights_NK):
     """`compute` of CHUNK tokens at a time, whose rows are computed again backward. Padding chooses
     no expert.
     """
@@ -321,10 +309,9 @@ def _in_chunks(compute, x_ND, routed):
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def of_chunk(part):
-        x, *route = part
-        return compute(x, Route(*route))
+        return compute(*part)
 
-    parts = chunks(x_ND), chunks(routed.choice, NO_EXPERT), chunks(routed.weights)
+    parts = chunks(x_ND), chunks(choice_NK, NO_EXPERT), chunks(weights_NK)
     out = lax.map(of_chunk, parts).reshape(count * CHUNK, -1)
     return out[: len(x_ND)]
 
