@@ -233,27 +233,14 @@ class FullSequence(Positions):
 
     row: the first one's place in the cache. leaves: without a cache, what is `Left` to the later
         part of the rows.
-    segments: [B, T] integers, for training: a row holds several documents, runs of equal numbers.
-        Each attends only to itself, and starts at position 0.
-    begins: [B, T] int32, where in the row each position's document begins, which tells it from all
-        others; None without segments.
+    begins: [B, T] int32, of `Packed` rows, which hold several documents: where in the row each
+        position's document begins, which tells it from all others.
     """
 
     ends: Array | None = None
     row: int = 0
     leaves: bool = False
-    segments: Array | None = None
-    begins: Array | None = dataclasses.field(init=False, default=None)
-
-    def __post_init__(self):
-        if self.segments is None:
-            return
-        index = jnp.arange(self.segments.shape[1])
-        index = jnp.broadcast_to(index[None, :], self.segments.shape)
-        changes = self.segments[:, 1:] != self.segments[:, :-1]
-        first = jnp.pad(changes, ((0, 0), (1, 0)))
-        begins = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
-        object.__setattr__(self, "begins", begins)
+    begins: Array | None = None
 
     def indices(self, length):
         index = jnp.arange(length)[None, :]
@@ -268,23 +255,31 @@ class FullSequence(Positions):
 
     def halves(self, rows):
         def half(part, row):
-            ends, segments = jax.tree.map(lambda a: a[part], (self.ends, self.segments))
-            return FullSequence(ends, row, segments=segments)
+            ends, begins = jax.tree.map(lambda a: a[part], (self.ends, self.begins))
+            return FullSequence(ends, row, begins=begins)
 
         return half(slice(rows), self.row), half(slice(rows, None), self.row + rows)
 
     def parts(self, at):
-        segments = None if self.segments is None else self.segments[:, :at]
-        first = FullSequence(row=self.row, leaves=True, segments=segments)
+        begins = None if self.begins is None else self.begins[:, :at]
+        first = FullSequence(row=self.row, leaves=True, begins=begins)
         return first, LaterPart(at, self.begins, self.row)
 
 
 FULL_SEQUENCE = FullSequence()
 
 
-def Packed(segments: Array) -> FullSequence:
-    """Rows of several documents: see FullSequence."""
-    return FullSequence(segments=segments)
+def Packed(segments: Array | None) -> FullSequence:
+    """Rows of several documents, for training, runs of equal numbers in `segments` [B, T]. Each
+    attends only to itself, and starts at position 0. None: a row is one.
+    """
+    if segments is None:
+        return FULL_SEQUENCE
+    index = jnp.arange(segments.shape[1])
+    index = jnp.broadcast_to(index[None, :], segments.shape)
+    changes = segments[:, 1:] != segments[:, :-1]
+    first = jnp.pad(changes, ((0, 0), (1, 0)))
+    return FullSequence(begins=jax.lax.cummax(jnp.where(first, index, 0), axis=1))
 
 
 @dataclasses.dataclass(frozen=True)

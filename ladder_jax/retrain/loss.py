@@ -84,7 +84,7 @@ def loss_sum(
     scheduled: as `TrainingTask.scheduled` has it.
     """
     routers = plan.routers if plan.routers and plan.routers.measures(scheduled) else None
-    positions = nn.FullSequence(segments=batch.segments)
+    positions = nn.Packed(batch.segments)
 
     def forward(definition: ModelDef, of: Callable = nn.forward_pass) -> nn.ForwardPass:
         return of(definition, batch.tokens.shape, execution=config.execution, positions=positions)

@@ -90,7 +90,7 @@ class Pretraining:
         """On one rank: the loss of its rows, summed over positions, and its terms; equal on its
         tensor ranks.
         """
-        positions = nn.FullSequence(segments=batch.segments)
+        positions = nn.Packed(batch.segments)
         run = nn.ForwardPass(
             self.definition, batch.tokens.shape, execution=config.execution, positions=positions
         )
