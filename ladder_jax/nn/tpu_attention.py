@@ -78,13 +78,8 @@ def _kernel(shape, interpret):
         kernel = make(mask=mask, block_sizes=sizes, interpret=interpret)
         if segments is None:
             return jax.vmap(kernel)(query, key, value)
-
-        def number(row):
-            return splash_attention.SegmentIds(q=row, kv=row)
-
-        return jax.vmap(lambda q, k, v, row: kernel(q, k, v, segment_ids=number(row)))(
-            query, key, value, segments
-        )
+        both = splash_attention.SegmentIds(q=segments, kv=segments)
+        return jax.vmap(kernel)(query, key, value, both)
 
     return attend
 

@@ -276,7 +276,8 @@ def unchecked(function: Callable) -> Callable:
         return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
 
     def call(*args):
-        axes = frozenset.union(*(varying(x) for x in jax.tree.leaves(args)))
+        axes = frozenset.union(*map(varying, jax.tree.leaves(args)))
+        vary = functools.partial(pvary, axes=axes)
         local = jax.shard_map(
             lambda *inner: function(*jax.tree.map(untyped, inner)),
             axis_names=set(),
@@ -284,9 +285,7 @@ def unchecked(function: Callable) -> Callable:
             out_specs=PartitionSpec(),
             check_vma=False,
         )
-        return jax.tree.map(
-            lambda x: pvary(x, axes), local(*(jax.tree.map(lambda x: pvary(x, axes), args)))
-        )
+        return jax.tree.map(vary, local(*jax.tree.map(vary, args)))
 
     return call
 

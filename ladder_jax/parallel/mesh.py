@@ -352,13 +352,12 @@ def place(
     afterwards.
     """
     shards = []
+    whole = sharding.shard_shape(shape)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         values = part(index)
-        missing = [
-            (0, len(range(*where.indices(n))) - have)
-            for where, n, have in zip(index, shape, values.shape)
-        ]
-        values = np.pad(values, missing) if any(after for _, after in missing) else values
+        if values.shape != whole:
+            missing = [(0, size - have) for size, have in zip(whole, values.shape)]
+            values = np.pad(values, missing)
         shards.append(jax.device_put(values, device).block_until_ready())
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
