@@ -28,12 +28,8 @@ OPTION = "xla_cpu_enable_fast_math"
 @pytest.fixture(scope="module", autouse=True)
 def an_option_for_the_cpu():
     with pytest.MonkeyPatch.context() as patch:
-        overlap = tuple(Overlap)
-        patch.setitem(
-            TABLE,
-            jax.devices()[0].device_kind,
-            (Option(OPTION, False, "for this test", overlap=overlap),),
-        )
+        row = Option(OPTION, False, "for this test", waits=True)
+        patch.setitem(TABLE, jax.devices()[0].device_kind, (row,))
         nn.compiled_logits.cache_clear()
         yield
     nn.compiled_logits.cache_clear()

@@ -54,6 +54,7 @@ Programs = tuple[Split | CollectiveMatmul, ...]
 class Option:
     """A compiler option, the programs for which it is set, and the evidence for it (`why`).
 
+    waits: set also where reductions wait. loop, launch: for these alone; None: for all.
     of: set for programs that split one of these, or have matmuls of one of these forms; empty: for
         all. unless: not for programs that do, or have. rescue: set only after the compiler has
         failed without it.
@@ -62,21 +63,21 @@ class Option:
     name: str
     value: bool | int | float | str
     why: str
-    overlap: tuple[Overlap, ...] = (Overlap.HIDES,)
+    waits: bool = False
     phases: tuple[Phase, ...] = tuple(Phase)
-    loops: tuple[Loop, ...] = tuple(Loop)
+    loop: Loop | None = None
+    launch: Launch | None = None
     rescue: bool = False
     of: Programs = ()
     unless: Programs = ()
-    launches: tuple[Launch, ...] = (Launch.CHAINED, Launch.EXPLICIT)
 
     def serves(self, traits: Traits) -> bool:
         own = {*traits.split, traits.collective_matmul}
         return (
-            traits.overlap in self.overlap
+            (self.waits or traits.overlap is Overlap.HIDES)
             and traits.phase in self.phases
-            and traits.loop in self.loops
-            and traits.launch in self.launches
+            and self.loop in (None, traits.loop)
+            and self.launch in (None, traits.launch)
             and own.isdisjoint(self.unless)
             and not (self.of and own.isdisjoint(self.of))
         )
@@ -116,7 +117,7 @@ _OFFLOAD_HALVES = tuple(
         f"xla_tpu_enable_sparse_core_collective_offload_{kind}",
         True,
         f"every {kind.replace('_', '-')} is synchronous on the TensorCore without it (schedules of v5p and v6e)",
-        overlap=tuple(Overlap),
+        waits=True,
         of=(Split.WEIGHTS, Split.SEQUENCE),
     )
     for kind in ("all_gather", "reduce_scatter")
@@ -126,7 +127,7 @@ _SEVERAL = Option(
     True,
     "one collective at a time without it, and weights took the sublayers' outputs' place: v6e, 2 layers, hid 4 of 8"
     " all-reduces, and 7 with it, at the same estimated cycles",
-    overlap=tuple(Overlap),
+    waits=True,
     of=(Split.WEIGHTS,),
 )
 
@@ -135,7 +136,7 @@ _SEVERAL_SIDES = Option(
     True,
     "a reduce-scatter over several sides of the torus becomes one synchronous all-reduce of a layer's seven gradients"
     " without it: v5p:2x2x2, 4 layers of 1B over fsdp 8, hid no byte of them; with it 6 of the 7 inside the scan",
-    overlap=tuple(Overlap),
+    waits=True,
     of=(Split.WEIGHTS,),
 )
 
@@ -146,9 +147,9 @@ def _stream(kib, fewer):
         kib,
         "room for matmuls to stream their matrices from main memory, where the compiler would prefetch whole ones into"
         f" vector memory and read them there again: {fewer} estimated cycles of a decode step, in either topology",
-        overlap=tuple(Overlap),
+        waits=True,
         phases=(Phase.DECODE,),
-        loops=(Loop.UNROLLED,),
+        loop=Loop.UNROLLED,
     )
 
 
@@ -165,7 +166,7 @@ _ALL_TO_ALL = Option(
     "xla_tpu_enable_async_all_to_all",
     True,
     "every all-to-all is synchronous without it (schedules of v5p and tpu7x)",
-    overlap=tuple(Overlap),
+    waits=True,
     of=(Split.ROWS,),
 )
 
@@ -191,21 +192,21 @@ TABLE: dict[str, tuple[Option, ...]] = {
             65536,
             "room for that fusion: without it half of a scanned decode's all-reduces stay synchronous, and a scanned"
             " training step takes 8 % more estimated cycles",
-            loops=(Loop.SCAN,),
+            loop=Loop.SCAN,
         ),
         Option(
             "xla_tpu_scoped_vmem_limit_kib",
             65536,
             "an unrolled training step's backward hides one or two more with it, in 2 % fewer estimated cycles",
             phases=(Phase.TRAIN,),
-            loops=(Loop.UNROLLED,),
+            loop=Loop.UNROLLED,
         ),
         Option(
             "xla_tpu_scoped_vmem_limit_kib",
             65536,
             "over 2x2 chips (tensor 4) an unrolled prefill fails without it, over 2x4 with it; it costs a decode 30 %",
             phases=(Phase.PREFILL, Phase.DECODE),
-            loops=(Loop.UNROLLED,),
+            loop=Loop.UNROLLED,
             rescue=True,
         ),
     ),
@@ -239,7 +240,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
             False,
             "ahead of the loop over tokens the compiler tiles every matrix anew, for matmuls that gain nothing by it: a"
             " second copy of the weights in memory, and 1.13 times the least bytes a token where it is 1.03 without",
-            overlap=tuple(Overlap),
+            waits=True,
             phases=(Phase.DECODE,),
         ),
     ),
@@ -248,7 +249,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "xla_gpu_enable_latency_hiding_scheduler",
             True,
             "the default on an H100 or B200, but not on every spec (an A100-like one)",
-            overlap=tuple(Overlap),
+            waits=True,
         ),
         Option(
             "xla_gpu_experimental_use_collective_kernels",
@@ -256,14 +257,14 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "an all-reduce of at most 4 MiB is a Triton kernel by default: fast, and never overlapped but in two"
             " halves; this gives NCCL",
             phases=(Phase.DECODE,),
-            launches=(Launch.CHAINED,),
+            launch=Launch.CHAINED,
         ),
         Option(
             "xla_gpu_experimental_parallel_collective_overlap_limit",
             4,
             "one collective at a time by default: weights and sublayers' outputs took each other's place, and 8 of 16"
             " all-reduces were left with nothing beside them; with 4, one. A ring's second direction was synchronous",
-            overlap=tuple(Overlap),
+            waits=True,
             of=(Split.WEIGHTS, CollectiveMatmul.RING),
         ),
         Option(
@@ -279,7 +280,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
             0,
             "permutes of two rings merged without it, in the backward pass, where an input is gathered again beside the"
             " scatter of its gradient: 2 scanned layers of training hid 15 of 21 collectives, and 18 of 22 with it",
-            overlap=tuple(Overlap),
+            waits=True,
             of=(CollectiveMatmul.RING,),
         ),
         Option(
@@ -287,14 +288,14 @@ TABLE: dict[str, tuple[Option, ...]] = {
             2**28,
             "one or two messages a layer instead of six: each hides under a sublayer or more, where of six some hid"
             " under nothing. Larger, it would join the embedding's and the head's to the first layer's",
-            overlap=tuple(Overlap),
+            waits=True,
             of=(Split.WEIGHTS,),
         ),
         Option(
             "xla_gpu_reduce_scatter_combine_threshold_bytes",
             2**29,
             "the same for gradients, which are in float32",
-            overlap=tuple(Overlap),
+            waits=True,
             of=(Split.WEIGHTS,),
         ),
     ),
