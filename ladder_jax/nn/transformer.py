@@ -47,7 +47,7 @@ from ladder_jax.parallel.collectives import all_but_gathered, dims_in_turn, unsh
 from ladder_jax.parallel.compiled import as_stored
 from ladder_jax.residual import AllReduce, State, Step, Topology
 from ladder_jax.residual.interleave import Interleaved
-from ladder_jax.residual.loop import layer_of, run_layers
+from ladder_jax.residual.loop import joined, layer_of, run_layers
 from ladder_jax.residual.wires import sequence
 from ladder_jax.scopes import HEAD
 
@@ -157,7 +157,7 @@ class ForwardPass:
                 keeps=keeps,
             )
             updated.append(own)
-        return state, extra, _joined(updated)
+        return state, extra, joined(updated)
 
     def layer(
         self,
@@ -212,15 +212,6 @@ class ForwardPass:
             x = pvary(x, axes)
         x = bind_whole(definition, params, "final_norm")(x, dtype=definition.dtype)
         return sequence.gather(x, axes) if definition.splits(self.execution) else x
-
-
-def _joined(parts):
-    first, *others = parts
-    if not others:
-        return first
-    if isinstance(first, tuple):
-        return sum(others, first)
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
 @functools.singledispatch

@@ -6,7 +6,7 @@ along (routing statistics, another stream), which no step sees.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -78,7 +78,10 @@ def run_layers(
                 state, extra, cache = of_layer(
                     state, extra, layer_of(params, start), layer_of(caches, start)
                 )
-            updated.append(cache)
+            of_run = (
+                (cache,) if isinstance(caches, tuple) else jax.tree.map(lambda a: a[None], cache)
+            )
+            updated.append(of_run)
             continue
 
         def turn(carry, slices, kinds=steps[start : start + period]):
@@ -103,14 +106,8 @@ def run_layers(
         with jax.named_scope(f"layers_{first + start}_to_{first + stop - 1}"):
             slices = jax.tree.map(fold, (params, caches))
             (state, extra), scanned = jax.lax.scan(turn, carry, slices)
-        scanned = jax.tree.map(lambda a, count=count: a.reshape(count, *a.shape[2:]), scanned)
-        if len(runs) > 1:
-            updated.extend(layer_of(scanned, index) for index in range(count))
-    if caches is None:
-        return state, extra, None
-    if isinstance(caches, tuple):
-        return state, extra, tuple(updated)
-    return state, extra, (_stack(updated) if updated else scanned)
+        updated.append(jax.tree.map(lambda a, count=count: a.reshape(count, *a.shape[2:]), scanned))
+    return state, extra, joined(updated)
 
 
 def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
@@ -244,6 +241,13 @@ def layer_of(tree: Any, index: int | slice) -> Any:
     own.
     """
     return tree[index] if isinstance(tree, tuple) else jax.tree.map(lambda a: a[index], tree)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Several layers' arrays after each other, in the form that all `parts` have: see `layer_of`."""
+    if isinstance(parts[0], tuple):
+        return sum(parts, ())
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
 
 
 def _stack(trees):
