@@ -48,6 +48,12 @@ def pvary(x: Array, axes: Iterable[str]) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def alike(*arrays: Array) -> list[Array]:
+    """`arrays`, each typed as a value that may differ wherever one of them may."""
+    axes = frozenset.union(*map(varying, arrays))
+    return [pvary(x, axes) for x in arrays]
+
+
 def all_reduce(x: Array, axes: Axes) -> Array:
     """The sum of every rank's `x`, on every rank."""
     return lax.psum(x, axes)
@@ -316,9 +322,5 @@ def differentiable(kernel: Callable, *, fixed: int = 0) -> Callable:
 
     call.defvjp(forward, backward)
 
-    def typed(*args):
-        axes = frozenset.union(*map(varying, args))
-        # so that each gradient has its argument's type
-        return call(*(pvary(x, axes) for x in args))
-
-    return typed
+    # so that each gradient has its argument's type
+    return lambda *args: call(*alike(*args))

@@ -19,7 +19,7 @@ from ladder_jax.config.fields import check, check_type
 from ladder_jax.data.packing import Batch, Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.model_def import check_params, checked_tokens
-from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
+from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary
 from ladder_jax.parallel.collectives import EMULATED
 from ladder_jax.scopes import DATA_GRADIENTS, LOSS, SHARED_GRADIENTS
 
@@ -284,7 +284,7 @@ def _accumulate(
 
     parts = jax.tree.map(split, batch)
     first = lambda: value_and_grad(trained, jax.tree.map(lambda a: a[0], parts))
-    zeros = lambda a: pvary(jnp.zeros(a.shape, jnp.float32), varying(a))
+    zeros = lambda a: jnp.zeros_like(a, jnp.float32)
     sums, _ = lax.scan(add_part, jax.tree.map(zeros, jax.eval_shape(first)), parts)
     return sums
 
