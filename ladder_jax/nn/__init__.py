@@ -12,7 +12,6 @@ from ladder_jax.nn.loss import cross_entropy as cross_entropy
 from ladder_jax.nn.model_def import (
     ModelDef as ModelDef,
     Params as Params,
-    attention_flops as attention_flops,
     define as define,
     initialize as initialize,
     matrix_elements as matrix_elements,

@@ -50,8 +50,8 @@ def cross_entropy_sum(
     *,
     vocab_size: int,
     axes: Axes,
-    z_loss: float = 0.0,
-    chunk: int = 2048,
+    z_loss: float,
+    chunk: int,
 ) -> Array:
     """The sum of weight x (negative log-likelihood + z_loss x log(Z)^2), in nats, equal on all
     ranks of `axes`.
@@ -76,9 +76,9 @@ def divergence_sum(
     teacher: tuple[Array, Array],
     vocab_size: int,
     axes: Axes,
-    alpha: float = 1.0,
-    temperature: float = 1.0,
-    chunk: int = 2048,
+    alpha: float,
+    temperature: float,
+    chunk: int,
 ) -> Sums:
     """Summed over positions, and equal on all ranks of `axes`. The arrays as in
     `cross_entropy_sum`.

@@ -226,15 +226,6 @@ def _initializer(definition):
     )
 
 
-def attention_flops(config: ModelConfig, *, rows: int, length: int, heads: int) -> int:
-    """Scores and values of causal attention, forward, in all layers: 2 B n H T (T + 1) a layer.
-
-    2 H each for the t + 1 positions that t sees. What a kernel computes of the masked half is not
-    counted.
-    """
-    return 2 * rows * heads * config.head_dim * length * (length + 1) * config.num_layers
-
-
 def matrix_elements(definition: ModelDef) -> int:
     """Elements of all matrices that multiply a token's activations: the head counts; the
     embedding's lookup, the rows that pad the vocabulary, and the experts that a token does not

@@ -19,7 +19,7 @@ from ladder_jax.config import Json, RunConfig
 from ladder_jax.config.fields import natural
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import PEAKS
-from ladder_jax.nn import ModelDef, attention_flops, matrix_elements
+from ladder_jax.nn import ModelDef, matrix_elements
 
 PARTS = {
     "steps": "steps",
@@ -141,10 +141,14 @@ def mfu(
 
 
 def flops_a_token(definition: ModelDef, *, length: int) -> int:
-    """Forward and backward, in sequences of `length` tokens."""
+    """Forward and backward, in sequences of `length` tokens.
+
+    Of attention 2 H for a score and as many for a value, of the (T + 1) / 2 positions that one of T
+    sees in the mean. What a kernel computes of the masked half is not counted.
+    """
     config = definition.config
-    attention = attention_flops(config, rows=1, length=length, heads=config.num_heads)
-    return 3 * (2 * matrix_elements(definition) + attention // length)
+    attention = 2 * config.num_heads * config.head_dim * (length + 1) * config.num_layers
+    return 3 * (2 * matrix_elements(definition) + attention)
 
 
 def peak_of(device_kind: str) -> float | None:
