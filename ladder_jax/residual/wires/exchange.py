@@ -96,8 +96,6 @@ class Exchange(SequenceParallel):
         return tuple(result)
 
     def launch(self, step, pending, residual, scope=PREVIOUS):
-        if not isinstance(pending, Routed):
-            return scatter(pending, self.axes, scope)
         arriving = combine(pending, self.axes, scope)
         return arriving if is_hidden(step) else collect(arriving, like=residual)
 
@@ -133,7 +131,8 @@ class Exchange(SequenceParallel):
         output = self._output(step, entered, sublayers, beside)
         if step.pending_after == 0:
             state = beside.state
-            return State(add(state.residual, (*state.sums, self._whole(output, like=stream))))
+            newest = collect(combine(output, self.axes, "", shared_last=True), like=stream)
+            return State(add(state.residual, (*state.sums, newest)))
         output, state = beside.after(output)
         return dataclasses.replace(state, partial=output)
 
@@ -160,12 +159,6 @@ class Exchange(SequenceParallel):
         return dataclasses.replace(
             entered, rows=parts.compute(rows, into=beside.between), shared=shared
         )
-
-    def _whole(self, output, *, like):
-        """What is awaited at once, as this rank's positions of the sum."""
-        if not isinstance(output, Routed):
-            return scatter(output, self.axes)
-        return collect(combine(output, self.axes, "", shared_last=True), like=like)
 
     def fill(self, state, steps, *, dtype):
         state = super().fill(state, steps, dtype=dtype)
@@ -232,16 +225,16 @@ class Exchange(SequenceParallel):
 
 
 def combine(
-    partial: Routed | None, axes: Axes, scope: str = PREVIOUS, *, shared_last: bool = False
-) -> Routed | None:
+    partial: Routed | Array | None, axes: Axes, scope: str = PREVIOUS, *, shared_last: bool = False
+) -> Routed | Array | None:
     """Computed rows on the ranks of their tokens, and this rank's positions of the shared expert's
-    sum.
+    sum; of attention those of its sum.
 
     shared_last: it is reduce-scattered after the rows have arrived, beside which its last product
         can be.
     """
-    if partial is None:
-        return None
+    if not isinstance(partial, Routed):
+        return scatter(partial, axes, scope)
     with named(LAUNCH, scope):
         rows = checkpoint_name(exchange.combine(partial.rows, axes=axes), EXCHANGED)
     shared = partial.shared
