@@ -32,7 +32,7 @@ from ladder_jax import residual
 from ladder_jax.config import ModelConfig, RouterSoftmax
 from ladder_jax.nn import quantized
 from ladder_jax.nn.grouped import Groups, grouped_matmul
-from ladder_jax.nn.parameter import Module, Normal, Sizes, residual_writer, sizes_of, zeros
+from ladder_jax.nn.parameter import Module, Sizes, residual_writer, sizes_of, zeros
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import exchange, pvary, rank, ranks, varying
 from ladder_jax.parallel.collectives import Axes
@@ -155,8 +155,8 @@ class ExpertMLPs(Module):
 
     def __init__(self, sizes: Sizes):
         new = sizes.declare
-        self.gate = new("EDM", init=Normal(0.02))
-        self.up = new("EDM", init=Normal(0.02))
+        self.gate = new("EDM")
+        self.up = new("EDM")
         self.down = new("EMD", init=residual_writer(sizes.config))
 
     def __call__(self, x_ND: Array, choice_NK: Array, weights_NK: Array, *, axes: Axes) -> Array:
@@ -188,11 +188,11 @@ class SharedExpert(Module):
 
     def __init__(self, sizes: Sizes):
         new = sizes.declare
-        self.gate = new("DW", init=Normal(0.02))
-        self.up = new("DW", init=Normal(0.02))
+        self.gate = new("DW")
+        self.up = new("DW")
         self.down = new("WD", init=residual_writer(sizes.config))
         if sizes.config.moe.shared_gate:
-            self.share = new("D", init=Normal(0.02))
+            self.share = new("D")
 
     def __call__(self, x_BTD: Array, *, into: Project = local) -> Array:
         """A rank's partial sum [B, T, D]. into: computes the first products."""
@@ -216,7 +216,7 @@ class MoE(Module):
         sizes = sizes_of(config, rngs)
         self.config = sizes.config
         self.moe = sizes.config.moe
-        self.router = sizes.declare("DC", init=Normal(0.02))
+        self.router = sizes.declare("DC")
         if self.moe.router_bias:
             self.router_bias = sizes.declare("C", init=zeros)
         self.experts = ExpertMLPs(sizes)

@@ -16,7 +16,7 @@ from ladder_jax import residual
 from ladder_jax.config import Biases, ModelConfig, QKNorm
 from ladder_jax.nn import attention, quantized
 from ladder_jax.nn.attention import FULL_SEQUENCE, Cache, Kernel, Positions, rotary_tables, rotate
-from ladder_jax.nn.parameter import Module, Normal, Sizes, ones, residual_writer, sizes_of, zeros
+from ladder_jax.nn.parameter import Module, Sizes, ones, residual_writer, sizes_of, zeros
 from ladder_jax.parallel import all_reduce, rank, ranks
 from ladder_jax.parallel.collectives import Axes, all_gather
 from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
@@ -86,9 +86,9 @@ class Attention(Module):
         config = sizes.config
         new = sizes.declare
         self.config = config
-        self.query = new("DNH", init=Normal(0.02))
-        self.key = new("DKH", init=Normal(0.02))
-        self.value = new("DKH", init=Normal(0.02))
+        self.query = new("DNH")
+        self.key = new("DKH")
+        self.value = new("DKH")
         self.out = new("NHD", init=residual_writer(config))
         if config.biases is not Biases.NONE:
             self.query_bias = new("NH", init=zeros)
@@ -159,8 +159,8 @@ class MLP(Module):
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
         sizes = sizes_of(config, rngs)
         new = sizes.declare
-        self.gate = new("DF", init=Normal(0.02))
-        self.up = new("DF", init=Normal(0.02))
+        self.gate = new("DF")
+        self.up = new("DF")
         self.down = new("FD", init=residual_writer(sizes.config))
         if sizes.config.biases is Biases.ALL:
             self.gate_bias = new("F", init=zeros)
@@ -198,7 +198,7 @@ class Embedding(Module):
         sizes = sizes_of(config, rngs)
         self.vocab_size = sizes.config.vocab_size
         self.dtype = sizes.config.dtype.value
-        self.table = sizes.declare("VD", init=Normal(0.02))
+        self.table = sizes.declare("VD")
 
     @jax.named_scope(EMBEDDING)
     def __call__(self, tokens_BT: Array, *, axes: Axes = (), reduce: Reduce = all_reduce) -> Array:

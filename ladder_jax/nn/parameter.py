@@ -123,8 +123,8 @@ class Sizes:
         """The dimensions of a parameter that is declared with `dims`."""
         return dims if self.layers is None else "L" + dims
 
-    def declare(self, dims: str, *, init: Initializer) -> "Parameter":
-        """A float32 parameter: `sizes.declare("DNH", init=Normal(0.02))`.
+    def declare(self, dims: str, *, init: Initializer = Normal(0.02)) -> "Parameter":
+        """A float32 parameter, such as `sizes.declare("DNH")`.
 
         Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a
         jax.ShapeDtypeStruct): `initializer` fills in a whole model, by the parameters' names.
