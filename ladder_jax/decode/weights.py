@@ -155,7 +155,7 @@ def shard_bytes(tree: Any) -> int:
 
 def _stored_dims(quantize, dims):
     """The dimensions in which an array of these dimensions is stored."""
-    return Int8.dims(dims) if quantize is Quantize.INT8 and quantized.is_matrix(dims) else dims
+    return Int8.dims(dims) if quantize is Quantize.INT8 and quantized.is_quantized(dims) else dims
 
 
 def _stored(quantize, dtype, array, dims):

@@ -75,7 +75,8 @@ class Int8:
         return self.values.shape
 
 
-def is_matrix(dims: str) -> bool:
+def is_quantized(dims: str) -> bool:
+    """Whether a parameter of these dimensions is an `Int8` in an int8 model."""
     return dims.removeprefix("L") in CONTRACTED
 
 
