@@ -9,6 +9,7 @@ way.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,11 +124,8 @@ def with_next(
 # (x [B, T, ...], weights) -> arrays [B, T, ...], position by position
 Product = Callable[[Array, Any], Any]
 Project = Callable[[Product, Array, Any], Any]  # a product, and its arguments
-
-
-def local(product: Product, x: Array, weights: Any) -> Any:
-    """The product of what this rank has."""
-    return product(x, weights)
+local: Project = operator.call
+"""The product of what this rank has."""
 
 
 @dataclasses.dataclass(frozen=True)
