@@ -261,22 +261,39 @@ def prefilled(
     return [real, *map(np.asarray, jax.tree.leaves(caches))]
 
 
-def check_prefill_and_decode(definition, stored, tokens, lengths, full, *, new, limit, **form):
-    """Prompts of these lengths, with rubbish beyond their ends, and `new` decode steps after them:
-    the logits are those of the `full` pass [B, T, V].
+def programs(definition: nn.ModelDef, **form) -> tuple:
+    """(prefill, one decode step)."""
+    prefill = decode.prefill(definition, capacity=32, **form)
+    return prefill, one_step.decode(definition, **form)
+
+
+def with_rubbish(tokens, lengths):
+    """Prompts of these lengths, with other tokens beyond their ends."""
+    return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 99)
+
+
+def check_prefill_and_decode(programs, stored, lengths, full, *, new, limit):
+    """Prompts of these lengths of `tokens`, and `new` decode steps after them, token by token: the
+    logits are those of the `full` pass [B, T, V].
     """
-    rows = np.arange(len(tokens))
-    longest = max(lengths)
-    prompts = np.where(np.arange(longest) < lengths[:, None], tokens[:, :longest], 99)
-    logits, caches = decode.prefill(definition, capacity=32, **form)(stored, prompts, lengths)
-    found = [logits]
-    step = one_step.decode(definition, **form)
-    for length in (lengths + n for n in range(new)):
-        logits, caches = step(stored, caches, tokens[rows, length], length)
-        found.append(logits)
-    for more, logits in enumerate(found):
-        real = np.asarray(logits)[:, : definition.config.vocab_size]
+    prefill, step = programs
+    drawn = tokens(full.shape[:2])
+    rows = np.arange(len(drawn))
+    logits, caches = prefill(stored, with_rubbish(drawn, lengths), lengths)
+    for more in range(new + 1):
+        real, padding = np.split(np.asarray(logits), [full.shape[2]], axis=1)
         assert error(real, full[rows, lengths + more - 1]) < limit
+        assert np.isneginf(padding).all()
+        if more < new:
+            length = lengths + more
+            logits, caches = step(stored, caches, drawn[rows, length], length)
+
+
+def on_mesh(name: str, data: int, tensor: int):
+    """(definition, the reference's logits); one device has four emulated ranks, where it matters."""
+    emulated = data == tensor == 1 and name in DEPEND_ON_RANKS
+    definition = define(name, data=data, tensor=tensor, ranks=4 if emulated else None)
+    return definition, dense_logits(name, 4 if emulated else tensor)
 
 
 def flip(path) -> None:

@@ -92,19 +92,14 @@ CASES = covering.marked(
 @pytest.mark.parametrize("name, mesh, loop", CASES)
 def test_chunks_equal_one_pass(name, mesh, loop):
     """A chunk that does not divide the length; prompts that end in every chunk."""
-    emulated = mesh == (1, 1) and name in cases.DEPEND_ON_RANKS
-    definition = cases.define(name, data=mesh[0], tensor=mesh[1], ranks=4 if emulated else None)
-    params = cases.placed(definition)
-    tokens, rows = cases.tokens(), np.arange(4)
-    full = cases.dense_logits(name, 4 if emulated else mesh[1])
-    prompts = np.where(np.arange(10)[None] < LENGTHS[:, None], tokens, 99)
-    stored = weights.prepare(definition, params, loop=loop)
+    definition, full = cases.on_mesh(name, *mesh)
+    prompts = cases.with_rubbish(cases.tokens(), LENGTHS)
+    stored = weights.prepare(definition, cases.placed(definition), loop=loop)
     logits, _ = decode.prefill_in_chunks(
         definition, stored, prompts, LENGTHS, capacity=12, chunk=4, loop=loop
     )
-    assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS - 1]) < 2 * cases.bound(
-        definition.config
-    )
+    limit = 2 * cases.bound(definition.config)
+    assert cases.error(np.asarray(logits)[:, :251], full[np.arange(4), LENGTHS - 1]) < limit
 
 
 def test_a_cache_without_room():

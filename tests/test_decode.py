@@ -17,7 +17,6 @@ from tests import cases, communication, covering, one_step
 from tests.refusals import refused
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
-NEW = 3
 SHARDED = (2, 4), (1, 8)  # data x tensor
 MESHES = (*SHARDED, (1, 1))
 CASES = covering.marked(
@@ -34,29 +33,14 @@ CASES = covering.marked(
 def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
     if mesh == (1, 1) and loop is Loop.SCAN and name not in cases.DEPEND_ON_RANKS:
         mesh = (4, 2)  # one device with a scan is kept for the emulated ranks
-    emulated = mesh == (1, 1) and name in cases.DEPEND_ON_RANKS
-    definition = cases.define(name, data=mesh[0], tensor=mesh[1], ranks=4 if emulated else None)
-    prefill = decode.prefill(definition, capacity=12, loop=loop)
-    step = one_step.decode(definition, loop=loop)
-    full = cases.dense_logits(name, 4 if emulated else mesh[1])
-    check(definition, prefill, step, full=full, loop=loop)
+    definition, full = cases.on_mesh(name, *mesh)
+    check(definition, cases.programs(definition, loop=loop), full=full, loop=loop)
 
 
-def check(definition, prefill, step, *, full, loop):
-    """Token by token, with prompts of different lengths in one batch and rubbish beyond their
-    ends.
-    """
+def check(definition, programs, *, full, loop):
     stored = weights.prepare(definition, cases.placed(definition), loop=loop)
-    tokens, rows, lengths = cases.tokens(), np.arange(4), LENGTHS.copy()
-    prompts = np.where(np.arange(8)[None] < LENGTHS[:, None], tokens[:, :8], 99)
     limit = 2 * cases.bound(definition.config)
-    logits, caches = prefill(stored, prompts, lengths)
-    assert cases.error(np.asarray(logits)[:, :251], full[rows, lengths - 1]) < limit
-    for _ in range(NEW):
-        logits, caches = step(stored, caches, tokens[rows, lengths], lengths)
-        assert cases.error(np.asarray(logits)[:, :251], full[rows, lengths]) < limit
-        lengths += 1
-    assert np.isneginf(np.asarray(logits)[:, 251:]).all()
+    cases.check_prefill_and_decode(programs, stored, LENGTHS, full, new=3, limit=limit)
 
 
 def test_a_layer_hands_over_its_matrices_alone():
@@ -140,7 +124,7 @@ def test_all_reduces_in_halves_compute_the_same(name, loop, monkeypatch):
         return outputs
 
     step = one_step.decode.__wrapped__(definition, loop=loop)
-    check(definition, counted, step, full=cases.dense_logits(name, 8), loop=loop)
+    check(definition, (counted, step), full=cases.dense_logits(name, 8), loop=loop)
     assert 0 < len(of_prefill) < len(started)
     if loop is Loop.UNROLLED:
         assert len(of_prefill) == HALVED[name]

@@ -40,8 +40,8 @@ def test_prefill_chunks_and_decode_equal_the_full_pass(name, kind, tensor, loop,
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.shape == b.shape, stored, shapes)))
     tokens, full, rows = experts.tokens(), experts.dense_logits(name, kind), np.arange(4)
     limit = 2 * cases.bound(definition.config)
-    of = definition, stored, tokens, LENGTHS, full
-    cases.check_prefill_and_decode(*of, new=2, limit=limit, loop=loop)
+    programs = cases.programs(definition, loop=loop)
+    cases.check_prefill_and_decode(programs, stored, LENGTHS, full, new=2, limit=limit)
     logits, _ = steps.prefill_in_chunks(
         definition, stored, tokens[:, :8], LENGTHS, capacity=32, chunk=4, loop=loop
     )

@@ -122,8 +122,8 @@ def test_models_compute_with_the_numbers_as_they_are(name, form, loop):
     form = dict(loop=loop, quantize=INT8)
     limit = cases.bound(definition.config)
     stored = weights.prepare(definition, cases.place(params, definition), **form)
-    of = definition, stored, tokens, LENGTHS, full
-    cases.check_prefill_and_decode(*of, new=1, limit=limit, **form)
+    programs = cases.programs(definition, **form)
+    cases.check_prefill_and_decode(programs, stored, LENGTHS, full, new=1, limit=limit)
 
 
 def test_a_compiled_step_takes_half_the_bytes():
