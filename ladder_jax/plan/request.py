@@ -96,6 +96,17 @@ def make(
         check_halves(2, model=config, rows=2)
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
     given = load(model) if is_file(model) else RunConfig()
+    uncounted = {
+        "train.freeze": given.train.freeze,
+        "lora.rank": given.lora.rank,
+        "distill.teacher": given.distill.teacher,
+        "conversion.steps": given.conversion.steps,
+    }
+    for name, value in uncounted.items():
+        check(
+            not value,
+            f"ladder-jax plan does not count {name}={value} of {model} (allowed: all weights, on the data alone)",
+        )
     return Request(
         model, config, targets.parse(target), tokens, sequence, settings, interleave, given
     )
