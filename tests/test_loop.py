@@ -87,7 +87,8 @@ def events(directory):
 @pytest.fixture(scope="module")
 def finished(book, tmp_path_factory):
     directory = tmp_path_factory.mktemp("finished") / "run"
-    return directory, run(book, directory, "train.peak_tflops=0.001", profile=range(3, 5))
+    words = "train.peak_tflops=0.001", "lora.alpha=32"
+    return directory, run(book, directory, *words, profile=range(3, 5))
 
 
 def test_profile(finished):
@@ -295,6 +296,7 @@ def test_mfu_is_shown_with_its_formula(finished):
     for row in metrics.read(directory):
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * work / 2e9)
         assert 0 <= row["data_wait"] <= 1
+    assert "LoraConfig(alpha=32.0) has no effect without lora.rank" in said
     last = said[-2]
     assert "MFU" in last
     assert "data wait" in last

@@ -370,3 +370,14 @@ class RunConfig(Section):
             or self.distill.teacher
             or self.conversion.steps
         )
+
+    @property
+    def without_effect(self) -> list[str]:
+        """A line for each section of retraining that is set, but not switched on."""
+        switches = {"lora": "rank", "distill": "teacher", "conversion": "steps"}
+        lines = []
+        for name, switch in switches.items():
+            section = getattr(self, name)
+            if section != getattr(RunConfig, name) and not getattr(section, switch):
+                lines.append(f"{section} has no effect without {name}.{switch}")
+        return lines

@@ -107,7 +107,7 @@ def run(
         say(
             f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}"
         )
-        for note in data.notes:
+        for note in (*data.notes, *config.without_effect):
             say(note)
         with agreement.together("the run's folder"), explained(where, "write into"):
             small.begin()
