@@ -200,10 +200,20 @@ def text_of(file: str | pathlib.Path, *, named: bool, most: int = sys.maxsize) -
 
 
 def digest(*values: Any) -> str:
-    """Of all that decides a file's content, to tell whether one that is there is this one. `values`
-    must be JSON; the order of an object's names does not count.
+    """Of JSON values, to tell whether a result or a data set is of the same ones. The order of an
+    object's names does not count.
     """
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def leads_out(file: AnyPath) -> bool:
+    """Whether it is a link that leads out of its folder; in the Hub's cache, out of the model's."""
+    if is_remote(file):
+        return False
+    root = file.parent.resolve()
+    if root.parent.name == "snapshots":  # all files there are links into the cache's `blobs`
+        root = root.parents[1]
+    return not file.resolve().is_relative_to(root)
 
 
 def is_pipe(path: pathlib.Path) -> bool:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ladder_jax.cli.verbs import VERBS, count
 from ladder_jax.errors import RunFailed, UserError, error_text, one_line, unknown
-from ladder_jax.terminal import give_up
+from ladder_jax.terminal import give_up, say
 
 # errors of the disk, not of the program
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ended(line: str, *, status: int) -> int:
-    print(f"ladder-jax: {one_line(line)}", file=sys.stderr)
+    say(f"ladder-jax: {one_line(line)}")
     return status
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ladder_jax import files
 from ladder_jax.data.chat_template import ChatTemplate
 from ladder_jax.errors import UserError, refused
-from ladder_jax.files import AnyPath, expanded
+from ladder_jax.files import AnyPath, expanded, leads_out
 
 BYTES = "bytes"
 FOLDER = "tokenizer"
@@ -32,14 +32,17 @@ FILES = (
     MAIN,
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "added_tokens.json",
     GENERATION,
     "chat_template.jinja",
+)
+"""What is read of a tokenizer's folder; only the first must be there."""
+CARRIED = (
+    "added_tokens.json",
     "tokenizer.model",  # SentencePiece's own, which tokenizer.json repeats
     "vocab.json",
     "merges.txt",
 )
-"""A tokenizer's files, which are read and copied together; only the first must be there."""
+"""What is copied beside FILES, for other programs: regular files that lie in the same folder."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 Messages = Sequence[Mapping[str, str]]
@@ -56,7 +59,7 @@ class Tokenizer(Protocol):
     bos_token_id: the token that begins a text, if there is one.
     has_chat: whether there is a chat template.
     special_ids: special tokens by their texts.
-    files: the contents of its FILES, by name; none for bytes.
+    files: the contents of its FILES and CARRIED, by name; none for bytes.
     """
 
     name: str
@@ -157,7 +160,9 @@ def load(path: str | os.PathLike | None) -> Tokenizer:
         raise UserError(
             f"there is no tokenizer at {str(path)!r} (allowed: {BYTES!r}, or a folder with {MAIN})"
         )
-    return HuggingFace(_read(folder), where=str(folder))
+    contents = _read(folder)
+    foreign = tuple(name for name in contents if leads_out(folder / name))
+    return HuggingFace(contents, where=str(folder), foreign=foreign)
 
 
 def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
@@ -175,9 +180,8 @@ def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
     if not tokenizer.files:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for name in reversed(FILES):
-        if name in tokenizer.files:
-            files.write(folder / name, [tokenizer.files[name]])
+    for name in sorted(tokenizer.files, key=lambda name: name == MAIN):
+        files.write(folder / name, [tokenizer.files[name]])
 
 
 def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None = None) -> None:
@@ -208,14 +212,16 @@ class HuggingFace(Tokenizer):
     """See Tokenizer. Raises UserError for files that are missing, damaged or of an unsupported
     kind.
 
-    where: the folder of `files`, for messages.
+    contents: its `files`. where: their folder, for messages. foreign: those that are links which
+        lead out of it.
     """
 
-    def __init__(self, files: Mapping[str, bytes], *, where: str):
+    def __init__(self, contents: Mapping[str, bytes], *, where: str, foreign: tuple[str, ...] = ()):
         import tokenizers
 
-        self.files = files
+        self.files = contents
         self.where = where
+        self.foreign = foreign
         content = self._text(MAIN, None)
         if content is None:
             raise UserError(
@@ -235,7 +241,7 @@ class HuggingFace(Tokenizer):
             self.vocab_size = 1 + max(self.numbers().values())
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = {one.content: token for token, one in added.items() if one.special}
-        digest = hashlib.sha256(files[MAIN]).hexdigest()
+        digest = hashlib.sha256(contents[MAIN]).hexdigest()
         self.name = f"tokenizer-{digest[:16]}"
         self._steps, self._drops_first_space = _steps(described.get("decoder"))
         config = self._object("tokenizer_config.json")
@@ -350,9 +356,10 @@ class HuggingFace(Tokenizer):
 
 
 def _read(folder: AnyPath) -> dict[str, bytes]:
-    """The contents of those of FILES that are there."""
+    """The contents of those of FILES and CARRIED that are there."""
     found = {}
-    for name in FILES:
+    carried = [name for name in CARRIED if (folder / name).is_file()]
+    for name in (*FILES, *(name for name in carried if not leads_out(folder / name))):
         try:
             found[name] = (folder / name).read_bytes()
         except FileNotFoundError:

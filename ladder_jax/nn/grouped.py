@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.errors import unknown
 from ladder_jax.nn.quantized import Int8
-from ladder_jax.parallel.collectives import alike
+from ladder_jax.parallel.collectives import varying_alike
 from ladder_jax.residual import MATMUL
 
 # in the environment: "xla" keeps Triton's kernel from being chosen
@@ -83,7 +83,7 @@ def grouped_matmul(rows_RI: Array, weight_EIO: Array | Int8, groups: Groups) -> 
         return weight_EIO.grouped(rows_RI, groups)
     if isinstance(weight_EIO, Int8):
         return _quantized(rows_RI, weight_EIO, groups)
-    return checkpoint_name(_grouped(*alike(rows_RI, weight_EIO), groups), MATMUL)
+    return checkpoint_name(_grouped(*varying_alike(rows_RI, weight_EIO), groups), MATMUL)
 
 
 def _quantized(rows, weight, groups):

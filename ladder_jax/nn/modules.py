@@ -24,9 +24,9 @@ from ladder_jax.residual.recurrence import LOCAL, Projections
 from ladder_jax.scopes import EMBEDDING, QK_NORM
 
 # What a sublayer computes of its input, and last: by `Projections`, because a topology may
-# communicate meanwhile. One matrix in place of the three, or two, would gain in batched decode and
-# in Standard's collective matmuls, and lose in one row's decode and in other prefills
-# (experiments/decode_bytes).
+# communicate meanwhile. One matrix in place of the three, or of GATE_UP's two, would gain in
+# batched decode and in Standard's collective matmuls, and lose in one row's decode and in other
+# prefills (experiments/decode_bytes).
 _QUERY_KEY_VALUE = functools.partial(
     quantized.products, ("BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTD,DKH->BTKH")
 )

@@ -15,7 +15,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.parallel import pvary, varying
-from ladder_jax.parallel.collectives import alike
+from ladder_jax.parallel.collectives import varying_alike
 from ladder_jax.residual import MATMUL
 
 CONTRACTED = {"DNH": "D", "DKH": "D", "NHD": "NH", "DF": "D", "FD": "F", "VD": "D",
@@ -98,7 +98,7 @@ def einsum(spec: str, x: Array, weight: Array | Int8, *, dtype: Any = None) -> A
     if hasattr(weight, "einsum"):
         return weight.einsum(spec, x, dtype=dtype)
     if not isinstance(weight, Int8):
-        return checkpoint_name(_product(*alike(x, weight), spec, dtype), MATMUL)
+        return checkpoint_name(_product(*varying_alike(x, weight), spec, dtype), MATMUL)
     sums = jnp.einsum(spec, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
     return (sums * aligned(weight.scale, sums.ndim)).astype(dtype or x.dtype)
 

@@ -48,7 +48,7 @@ def pvary(x: Array, axes: Iterable[str]) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def alike(*arrays: Array) -> list[Array]:
+def varying_alike(*arrays: Array) -> list[Array]:
     """`arrays`, each typed as a value that may differ wherever one of them may."""
     axes = frozenset.union(*map(varying, arrays))
     return [pvary(x, axes) for x in arrays]
@@ -323,4 +323,4 @@ def differentiable(kernel: Callable, *, fixed: int = 0) -> Callable:
     call.defvjp(forward, backward)
 
     # so that each gradient has its argument's type
-    return lambda *args: call(*alike(*args))
+    return lambda *args: call(*varying_alike(*args))

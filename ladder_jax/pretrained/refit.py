@@ -27,8 +27,6 @@ sublayers.py has the forward pass and its sums over tokens.
 import dataclasses
 import enum
 import functools
-import hashlib
-import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -404,12 +402,11 @@ def _request(
     for file in files.below(pathlib.Path(source.path).resolve()):
         stat = file.stat()
         found.append([str(file), stat.st_size, stat.st_mtime_ns])
-    about = [
+    return files.digest(
         found,
         [to_dict(model), dict(mesh.shape), rows.tolist()],
         [settings.ridge, settings.projections.value, settings.alone],
-    ]
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    )
 
 
 def _kept(

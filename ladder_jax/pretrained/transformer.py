@@ -142,7 +142,8 @@ class Transformer(nn.Transformer):
 
     def source(self) -> Source:
         """The model as `pretrained` reads models: for `pretrained.write_huggingface`, or another
-        model's parameters.
+        model's parameters. Raises UserError where a file of its tokenizer was a link out of the
+        folder.
         """
         if jax.process_count() > 1:
             raise UserError(
@@ -153,6 +154,8 @@ class Transformer(nn.Transformer):
         arrays = source.stored(self.config, params.get)
         where = "the model in memory"
         files = getattr(self.tokenizer, "files", {})
+        for name in getattr(self.tokenizer, "foreign", ()):
+            raise huggingface.foreign(os.path.join(self.tokenizer.where, name))
         generation = tokenizers.json_object(files.get(tokenizers.GENERATION, "{}"), where=where)
         return Source(
             where,

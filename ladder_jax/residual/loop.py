@@ -78,10 +78,7 @@ def run_layers(
                 state, extra, cache = of_layer(
                     state, extra, layer_of(params, start), layer_of(caches, start)
                 )
-            of_run = (
-                (cache,) if isinstance(caches, tuple) else jax.tree.map(lambda a: a[None], cache)
-            )
-            updated.append(of_run)
+            updated.append(_of_one(cache, like=caches))
             continue
 
         def turn(carry, slices, kinds=steps[start : start + period]):
@@ -248,6 +245,11 @@ def joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], tuple):
         return sum(parts, ())
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+
+
+def _of_one(cache, *, like):
+    """One layer's cache in the form of `like`, of several: see `layer_of`."""
+    return (cache,) if isinstance(like, tuple) else jax.tree.map(lambda a: a[None], cache)
 
 
 def _stack(trees):

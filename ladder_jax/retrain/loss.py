@@ -100,13 +100,13 @@ def loss_sum(
     # the layer numbers between which layers run as one block
     boundaries = sorted({0, below, shared, definition.config.num_layers, *compared})
 
-    states = {}  # of the student, and of the teacher the streams, after so many layers
-    streams = {}
+    student_states = {}  # after so many layers
+    teacher_streams = {}
     state, extra = run.embed(params, batch.tokens)
     extra = routers.begin() if routers else extra
     for first, last in itertools.pairwise(boundaries):
         state, extra = student_layers(state, extra, first, last)
-        states[last] = state
+        student_states[last] = state
     x = run.finish(params, state, extra)
     penalties = []
     named = {}
@@ -132,13 +132,13 @@ def loss_sum(
     teacher_layers = _over_parts(teaching, teacher_params, teacher_dims, below=below)
     # The teacher starts from the student's stream after the layers that compute the same in both.
     if shared:
-        state = teaching.begin(lax.stop_gradient(run.wire.flush(states[shared])))
+        state = teaching.begin(lax.stop_gradient(run.wire.flush(student_states[shared])))
     else:
         state, _ = teaching.embed(teacher_params, batch.tokens)
     for first, last in itertools.pairwise(boundaries):
         if first >= shared:
             state, _ = teacher_layers(state, None, first, last)
-            streams[last] = teaching.wire.flush(state)
+            teacher_streams[last] = teaching.wire.flush(state)
     teacher_head = (
         teaching.finish(teacher_params, state),
         nn.output_table(plan.teacher, teacher_params),
@@ -160,9 +160,9 @@ def loss_sum(
     if not plan.distill.hidden_weight:
         return total, named
     distances = [  # those after shared layers are zero
-        _distance(run.wire.flush(states[n]), streams[n], batch.weights)
+        _distance(run.wire.flush(student_states[n]), teacher_streams[n], batch.weights)
         for n in compared
-        if n in streams
+        if n in teacher_streams
     ]
     hidden = sum(distances) / len(compared)
     named["hidden"] = lax.stop_gradient(hidden)

@@ -4,9 +4,9 @@ uses the link.
 The device computes one operation after another, in issue order.
 
     operation   the compiler's cycles over the device's clock; if it gives none (GPUs, kernels), the
-                longer of FLOPs / published peak and bytes / published bandwidth (of grouped
-                matmuls: see grouped.py; of a kernel of attention the FLOPs are those of
-                `cost.attention_kernel_flops`)
+                longer of FLOPs / published peak and bytes moved in main memory / published
+                bandwidth (of grouped matmuls: see grouped.py; of a kernel of attention the FLOPs
+                are those of `cost.attention_kernel_flops`)
     collective  bytes / published link, times 2 (n-1)/n for an all-reduce over n devices, (n-1)/n
                 for a reduce-scatter, n-1 for an all-gather (of one shard each), 1 for a permute; it
                 starts when it has been issued and the link is free, and its `done` waits for its

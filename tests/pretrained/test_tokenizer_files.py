@@ -8,6 +8,7 @@ import os
 
 import pytest
 
+import ladder_jax as lj
 from ladder_jax import checkpoint, pretrained
 from tests.pretrained import gguf_files, models
 from tests.pretrained.test_convert import convert
@@ -107,6 +108,12 @@ def test_links_are_not_followed(run, tmp_path, name, target):
     (run / "tokenizer" / name).symlink_to(tmp_path / target)
     with refused(f"{name}' leads out of its folder"):
         pretrained.open(run)
+    (run / "tokenizer" / "merges.txt").symlink_to(tmp_path / target)
+    model = lj.load(run)
+    assert "merges.txt" not in model.tokenizer.files
+    if target == "secret":
+        with refused(f"{name}' leads out of its folder"):
+            model.save(tmp_path / "out", format="huggingface")
     assert checkpoint.open_checkpoint(run).config.model.residual == "ladder"
 
 

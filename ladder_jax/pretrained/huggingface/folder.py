@@ -4,6 +4,7 @@ folder.
 
 import functools
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.config import Json, ModelConfig
-from ladder_jax.data.tokenizer import FILES, GENERATION, MAIN, json_object
+from ladder_jax.data.tokenizer import CARRIED, FILES, GENERATION, MAIN, json_object
 from ladder_jax.errors import UserError, needed
+from ladder_jax.files import leads_out
 from ladder_jax.pretrained import source, tensors
 from ladder_jax.pretrained.fields import Fields
 from ladder_jax.pretrained.huggingface import config, weights
@@ -26,7 +28,7 @@ SHARD_BYTES = 2 * 10**9
 """A larger model is written as several files and an index. The host holds one file's tensors."""
 DEFAULT_CONTEXT = 2048  # tokens, if the source has no context
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TOKENIZER_FILES = tuple(name for name in FILES if name != GENERATION)
+TOKENIZER_FILES = tuple(name for name in (*FILES, *CARRIED) if name != GENERATION)
 """What a Source carries into an export: no program and no foreign file.
 
 Exported Ladder models are opened with trust_remote_code=True. That would also run a program that
@@ -105,7 +107,7 @@ def without_program(files: Mapping[str, bytes], *, where: str) -> dict[str, byte
     """
     found = {name: files[name] for name in TOKENIZER_FILES if name in files}
     if TOKENIZER_CONFIG in found:
-        told = json_object(found[TOKENIZER_CONFIG], where=pathlib.Path(where, TOKENIZER_CONFIG))
+        told = json_object(found[TOKENIZER_CONFIG], where=os.path.join(where, TOKENIZER_CONFIG))
         if "auto_map" in told:  # names the class's program, which is not exported
             del told["auto_map"]
             told.pop(_CLASS, None)
@@ -120,14 +122,15 @@ def _has_file(folder: pathlib.Path, name: str) -> bool:
     folder.
     """
     file = folder / name
-    root = folder.resolve()
-    if root.parent.name == "snapshots":  # of the Hub's cache: all files are links into its `blobs`
-        root = root.parents[1]
-    if not file.resolve().is_relative_to(root):
-        raise UserError(
-            f"{str(file)!r} leads out of its folder, and an export copies no such file: put a copy there"
-        )
+    if leads_out(file):
+        raise foreign(str(file))
     return file.is_file()
+
+
+def foreign(file: str) -> UserError:
+    return UserError(
+        f"{file!r} leads out of its folder, and an export copies no such file: put a copy there"
+    )
 
 
 def read_object(file: pathlib.Path) -> Json:

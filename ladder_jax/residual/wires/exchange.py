@@ -131,8 +131,8 @@ class Exchange(SequenceParallel):
         output = self._output(step, entered, sublayers, beside)
         if step.pending_after == 0:
             state = beside.state
-            newest = collect(combine(output, self.axes, "", shared_last=True), like=stream)
-            return State(add(state.residual, (*state.sums, newest)))
+            own = collect(combine(output, self.axes, "", shared_last=True), like=stream)
+            return State(add(state.residual, (*state.sums, own)))
         output, state = beside.after(output)
         return dataclasses.replace(state, partial=output)
 
