@@ -77,18 +77,18 @@ def test_a_plan_of_a_file_replaces_what_the_file_says_of_the_mesh_and_the_stream
 
 
 @pytest.mark.parametrize(
-    "name, value, sections",
+    "setting, sections",
     [
-        ("train.freeze", "1", "train: {start: base, freeze: 1}"),
-        ("lora.rank", "8", "train: {start: base}\nlora: {rank: 8}"),
-        ("distill.teacher", "other", "distill: {teacher: other}"),
-        ("conversion.steps", "9", "conversion: {steps: 9}"),
+        ("train.freeze=1", "train: {start: base, freeze: 1}"),
+        ("lora.rank=8", "train: {start: base}\nlora: {rank: 8}"),
+        ("distill.teacher=other", "distill: {teacher: other}"),
+        ("conversion.steps=9", "conversion: {steps: 9}"),
     ],
 )
-def test_a_file_that_trains_less_or_on_more_is_refused(name, value, sections, tmp_path):
+def test_a_file_that_trains_less_or_on_more_is_refused(setting, sections, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(f"model: {{preset: tiny, residual: ladder}}\n{sections}")
-    with refused(f"plan does not count {name}={value} of {re.escape(str(file))} .allowed: all"):
+    with refused(f"plan does not count {setting} of {re.escape(str(file))} .allowed: all"):
         request.make(model=str(file), target="cpu:8", tokens=8192, sequence=512)
 
 
