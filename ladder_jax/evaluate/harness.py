@@ -137,8 +137,8 @@ class LadderJax(TemplateLM):
     def _all[T](self, results: Iterator[tuple[int, T]], total: int, *, quiet: bool) -> list[T]:
         """In the order of their indices. Shows how many have come."""
         found = {}
-        silent = (lambda line: None) if quiet else say
-        with progress(total, label="{done}/{total} requests", say=silent) as update:
+        tell = (lambda line: None) if quiet else say
+        with progress(total, label="{done}/{total} requests", say=tell) as update:
             for index, result in results:
                 found[index] = result
                 update(len(found), "")
