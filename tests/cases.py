@@ -200,9 +200,9 @@ def error_but_for_padding(actual, expected) -> float:
     return error(*(a[both] for a in arrays))
 
 
-def assert_close(found, expected, *, definition: nn.ModelDef) -> None:
+def assert_close(found, expected, *, definition: nn.ModelDef, passes: int = 2) -> None:
     """(loss, gradients) are the expected ones, to float32's rounding."""
-    limit = bound(definition.config, passes=2)
+    limit = bound(definition.config, passes=passes)
     assert error(found[0], expected[0]) < limit
     errors = jax.tree.map(error_but_for_padding, found[1], expected[1])
     assert max(jax.tree.leaves(errors)) < limit, errors

@@ -12,7 +12,7 @@ from ladder_jax import nn, train
 from ladder_jax.config import Biases, Loop, Remat, RopeScaling
 from ladder_jax.parallel.compiled import LEVEL, initializer_options
 from ladder_jax.scopes import ENTER, LAUNCH
-from tests import cases, communication, compilations, covering
+from tests import cases, communication, compilations, covering, reference
 from tests.together import together
 
 FORWARD = covering.marked(
@@ -219,3 +219,31 @@ def test_the_compilers_level_changes_no_initial_value(monkeypatch):
     )
     found = initial(nn.parameter.root_key(7))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    "name, mesh, settings",
+    [
+        ("ladder", (2, 4), dict(sequence_parallel=True, remat=Remat.FULL)),
+        ("ladder-2", (1, 4), dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS)),
+    ],
+)
+def test_second_derivatives(name, mesh, settings):
+    """The Hessian times the parameters: the gradient's own derivative, forward over reverse."""
+    definition = cases.define(name, data=mesh[0], tensor=mesh[1])
+    params = cases.parameters(definition)
+    tokens = cases.tokens((4, 9))
+    compute = train.loss_and_gradients(definition, **settings)
+
+    def along(params, tokens):
+        return jax.jvp(lambda params: compute(params, tokens), (params,), (params,))[1]
+
+    def dense(factor):
+        scaled = jax.tree.map(lambda a: factor * np.float64(a), params)
+        shape = cases.shape(name, definition.config, ranks=1)
+        return reference.evaluate(reference.loss, scaled, tokens, shape, gradient=True)
+
+    found = jax.jit(along)(cases.place(params, definition), tokens)
+    step = 1e-5
+    expected = jax.tree.map(lambda a, b: (a - b) / (2 * step), dense(1 + step), dense(1 - step))
+    cases.assert_close(found, expected, definition=definition, passes=4)

@@ -331,7 +331,10 @@ def _sorted_rows_backward(choices, residuals, gradient):
 
 
 _sorted_rows.defvjp(
-    lambda x, groups, choices: (_sorted_rows(x, groups, choices), (groups, jnp.zeros((), x.dtype))),
+    lambda x, groups, choices: (
+        _sorted_rows.__wrapped__(x, groups, choices),
+        (groups, jnp.zeros((), x.dtype)),
+    ),
     _sorted_rows_backward,
 )
 
@@ -343,7 +346,7 @@ def _in_token_order(rows_RD, groups):
 
 
 _in_token_order.defvjp(
-    lambda rows, groups: (_in_token_order(rows, groups), groups),
+    lambda rows, groups: (_in_token_order.__wrapped__(rows, groups), groups),
     lambda groups, gradient: (jnp.take(gradient, groups.order, axis=0, mode="clip"), None),
 )
 

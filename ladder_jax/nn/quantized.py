@@ -155,7 +155,8 @@ def _product(x, weight, spec, dtype):
 
 def _product_forward(x, weight, spec, dtype):
     used = weight.astype(x.dtype)
-    return _product(x, used, spec, dtype), (x, used, jnp.zeros((), weight.dtype))
+    # unwrapped, as in every such rule: so a gradient has a forward derivative (`jax.jvp` of `jax.grad`)
+    return _product.__wrapped__(x, used, spec, dtype), (x, used, jnp.zeros((), weight.dtype))
 
 
 def _product_backward(spec, dtype, residuals, gradient):
@@ -191,6 +192,6 @@ def _looked_up_backward(dtype, residuals, gradient):
 
 
 _looked_up.defvjp(
-    lambda table, indices, dtype: (_looked_up(table, indices, dtype), (table, indices)),
+    lambda table, indices, dtype: (_looked_up.__wrapped__(table, indices, dtype), (table, indices)),
     _looked_up_backward,
 )

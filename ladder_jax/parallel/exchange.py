@@ -116,7 +116,7 @@ def _into_slots_backward(total, slots_NK, gradient):
 
 
 _into_slots.defvjp(
-    lambda x, slots, total: (_into_slots(x, slots, total), slots), _into_slots_backward
+    lambda x, slots, total: (_into_slots.__wrapped__(x, slots, total), slots), _into_slots_backward
 )
 
 
@@ -132,5 +132,6 @@ def _from_slots_backward(residuals, gradient):
 
 
 _from_slots.defvjp(
-    lambda rows, slots: (_from_slots(rows, slots), (slots, len(rows))), _from_slots_backward
+    lambda rows, slots: (_from_slots.__wrapped__(rows, slots), (slots, len(rows))),
+    _from_slots_backward,
 )

@@ -230,7 +230,7 @@ def _restack(_, gradients):
     return (jax.tree.map(write, *gradients),)
 
 
-_unstack.defvjp(lambda tree: (_unstack(tree), None), _restack)
+_unstack.defvjp(lambda tree: (_unstack.__wrapped__(tree), None), _restack)
 
 
 def layer_of(tree: Any, index: int | slice) -> Any:
