@@ -72,7 +72,7 @@ def _scatter_backward(product, axes, kept, gradient):
 
 
 def _keep(product, x, weights, axes, *, forward):
-    return forward.__wrapped__(product, x, weights, axes), (x, weights)
+    return forward(product, x, weights, axes), (x, weights)
 
 
 gather_product.defvjp(functools.partial(_keep, forward=gather_product), _gather_backward)
