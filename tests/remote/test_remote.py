@@ -3,6 +3,7 @@
 """
 
 import json
+import os
 import pkgutil
 import signal
 import subprocess
@@ -58,10 +59,14 @@ def local(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(away):
+def run(away, tmp_path_factory):
     """The same run in the bucket, which was killed as soon as it had a checkpoint, and resumed."""
     where, objects = away.url("runs/one"), away.bucket.objects
-    process = subprocess.Popen([*away.command, "train", "tiny", *TINY, f"run.dir={where}"])
+    process = subprocess.Popen(
+        [*away.command, "train", "tiny", *TINY, f"run.dir={where}"],
+        # the killed run leaves its small files there
+        env={**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("killed"))},
+    )
     saved = lambda: "runs/one/checkpoints/3/manifest.json" in objects
     assert wait(process, saved, timeout=240)
     process.send_signal(signal.SIGKILL)
