@@ -14,6 +14,7 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import steps, weights
 from ladder_jax.nn import attention, tpu_attention
 from tests import cases, compilations, covering, reference
+from tests.refusals import refused
 
 CAPACITY = 1100  # positions, no multiple of the kernels' blocks
 
@@ -104,10 +105,12 @@ def test_chunks_equal_one_pass(name, mesh, loop):
 
 def test_a_cache_without_room():
     definition = cases.define("ladder")
-    with pytest.raises(ValueError, match="a cache of 8 positions has no room for 9 tokens"):
-        decode.prefill_in_chunks(
-            definition, {}, cases.tokens((1, 9)), np.array([9]), capacity=8, chunk=4
-        )
+    stored = weights.prepare(definition, cases.placed(definition), loop=Loop.UNROLLED)
+    for chunk in (4, 9):  # 9: one pass
+        with refused("capacity must be at least 9, not 8"):
+            decode.prefill_in_chunks(
+                definition, stored, cases.tokens((1, 9)), np.array([9]), capacity=8, chunk=chunk
+            )
 
 
 def test_one_program_reads_prompts_of_any_length():

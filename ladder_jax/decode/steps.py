@@ -34,7 +34,7 @@ from ladder_jax.config import (
 )
 from ladder_jax.decode import sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, whole
 from ladder_jax.nn import Cache, ModelDef, Params
 from ladder_jax.nn.attention import Kernel
 from ladder_jax.parallel import (
@@ -76,7 +76,7 @@ def prefill(
     Rows are right-padded; tokens beyond a row's length have no effect. The caches hold `capacity`
     positions a row. `params` are `weights.prepare`d, for the same loop and quantize. With
     `sequence_parallel`, T is divisible by the tensor ranks: see residual/wires/sequence.py. Raises
-    UserError where `launch` is explicit and is not supported.
+    UserError where `launch` is explicit and is not supported, and for a `capacity` below T.
     """
     if sequence_parallel and launch is Launch.EXPLICIT:
         raise UserError(
@@ -97,6 +97,7 @@ def prefill(
     zeros = lambda shape, dtype, dims: pvary(jnp.zeros(shape, dtype), layout.own_axes(dims))
 
     def local(params, tokens, lengths):
+        whole("capacity", capacity, least=tokens.shape[1])
         caches = _caches(
             definition,
             zeros,
@@ -191,18 +192,17 @@ def prefill_chunks(
 
     tokens [B, T], lengths [B]: right-padded, on the host. Up to `chunk` tokens are one prefill.
     Longer prompts run one program of `chunk` tokens repeatedly: neither its compilation, nor its
-    activations and attention scores grow with the prompt. Raises ValueError where the caches have
+    activations and attention scores grow with the prompt. Raises UserError where the caches have
     no room for the tokens.
     """
     form = dict(loop=loop, launch=launch, quantize=quantize)
     sharding = definition.layout.sharding
     ends = jax.device_put(lengths, sharding("B"))
     if tokens.shape[1] <= chunk:
-        whole = prefill(definition, capacity=capacity, interleave=interleave, **form)
-        return whole(params, jax.device_put(tokens, sharding("BT")), ends)
+        program = prefill(definition, capacity=capacity, interleave=interleave, **form)
+        return program(params, jax.device_put(tokens, sharding("BT")), ends)
     length = max(int(lengths.max()), chunk)  # the rest is padding in every row
-    if capacity < length:  # jax would write the last chunk over the one before
-        raise ValueError(f"a cache of {capacity} positions has no room for {length} tokens")
+    whole("capacity", capacity, least=length)  # jax would write the last chunk over the one before
     program = extend(definition, interleave=interleave, **form)
     caches = make_cache(definition, rows=len(tokens), capacity=capacity, loop=loop)()
     logits = None
