@@ -332,19 +332,19 @@ def with_ladder_layers(
     if ladder_layers is None:
         for option, value in (("residual", residual), ("ranks", ranks)):
             if value is not None:
-                raise UserError(f"--{option} needs --ladder-layers, the layers to convert")
+                raise UserError(f"{option} needs ladder_layers, the layers to convert")
         return model
     kind = residual or "ladder"
     parsed = parse_residual(kind)
     if not parsed.is_ladder:
         allowed = [residual for residual in RESIDUALS if parse_residual(residual).is_ladder]
-        raise unknown("ladder kind in --residual", kind, [*allowed, "ladder-K"])
+        raise unknown("ladder kind in residual", kind, [*allowed, "ladder-K"])
     if parsed.depends_on_ranks and ranks is None:
         raise UserError(
-            f"--residual {kind} computes another function for each number of ranks: set --ranks N"
+            f"residual {kind} computes another function for each number of ranks: set ranks, too"
         )
     if model.residual not in ("standard", kind):
-        raise UserError(f"--ladder-layers converts a standard model; {name!r} is {model.residual}")
+        raise UserError(f"ladder_layers converts a standard model; {name!r} is {model.residual}")
     return dataclasses.replace(model, residual=kind, ladder_layers=ladder_layers, ranks=ranks)
 
 
@@ -352,7 +352,7 @@ def check_not_refitted(refit: bytes | None, *, name: str) -> None:
     """Raises UserError for weights with a `refit`, of which other layers cannot be chosen."""
     if refit is not None:
         raise UserError(
-            f"the weights of {name!r} were refitted for their own layers: leave --ladder-layers out, or name the"
+            f"the weights of {name!r} were refitted for their own layers: leave ladder_layers out, or name the"
             " model that was converted"
         )
 

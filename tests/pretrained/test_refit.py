@@ -177,7 +177,7 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
         fitted = key.layer in (2, 3) and not key.name.endswith(("out", "down"))
         assert (stored.read() == plain.arrays[key].read()).all() == (not fitted)
 
-    said = "were refitted for their own layers: leave --ladder-layers out, or name"
+    said = "were refitted for their own layers: leave ladder_layers out, or name"
     with refused(said):
         lj.from_pretrained(tmp_path / "hf", ladder_layers="3")
     assert main(["convert", *map(str, (tmp_path / "out", tmp_path / "not", *words[:2]))]) == 2
