@@ -161,6 +161,7 @@ MISTAKES = {
     "--trace trace.txt": "--trace trace.txt: the file must end in .json",
     "--plot a.png": "cpu hides nothing, so there is no timeline",
     "--target h100:8 --plot a.png": "it needs --layers 4 or more",
+    "--target h100:8 --layers 4 --ladder-layers 2 --plot a.png": "leave --ladder-layers 2 out",
 }
 
 

@@ -44,6 +44,10 @@ def check_drawn(request: Request) -> None:
         request.layers >= DRAWN,
         f"a timeline shows two consecutive inner layers: it needs --layers {DRAWN} or more",
     )
+    check(
+        request.ladder_layers in (None, "all"),
+        f"a timeline shows layers of one kind: leave --ladder-layers {request.ladder_layers} out",
+    )
 
 
 def timelines(request: Request) -> dict[str, list[Bar]]:
