@@ -94,7 +94,7 @@ MISTAKES = {
     "model.num_heads=7": "model.num_heads=7 does not divide model.d_model=128",
     "model.head_dim=0": "model.head_dim must be positive, not 0",
     "model.num_kv_heads=3": "model.num_kv_heads=3 does not divide model.num_heads=8",
-    "mesh.tensor=3": "model.num_heads=8 is not divisible by mesh.tensor=3",
+    "mesh.tensor=3": "num_heads=8 is not divisible by mesh.tensor=3 (allowed: 1, 2, 4, 8)",
     "train.batch=9999999999": "train.batch x train.sequence must be below 2**31 tokens, not ",
     "mesh.data=3": "train.batch=16 is not divisible by the mesh's data x fsdp = 3",
     "mesh.fsdp=3": "model.d_model=128 is not divisible by mesh.fsdp=3",

@@ -4,6 +4,7 @@ against each other.
 
 import dataclasses
 import enum
+import math
 
 from ladder_jax.config.fields import (
     Count,
@@ -66,12 +67,20 @@ def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
     )
     widths = {} if model.moe is None else {"moe.shared_width": model.moe.shared_width}
     widths |= dict(d_ff=model.d_ff) if model.moe is None or model.moe.dense_layers else {}
-    for name, value in (("num_heads", model.num_heads), *widths.items()):
-        check(value % ranks == 0, f"model.{name}={value} is not divisible by mesh.tensor={ranks}")
+    split = dict(num_heads=model.num_heads) | widths
     kv = model.num_kv_heads
+    shares = lambda n: kv % n == 0 or n % kv == 0
+    most = math.gcd(*split.values())
+    fits = [str(n) for n in range(1, most + 1) if most % n == 0 and shares(n)]
+    allowed = f"(allowed: {', '.join(fits)})"
+    for name, value in split.items():
+        check(
+            value % ranks == 0,
+            f"model.{name}={value} is not divisible by mesh.tensor={ranks} {allowed}",
+        )
     check(
-        kv % ranks == 0 or ranks % kv == 0,
-        f"model.num_kv_heads={kv} and mesh.tensor={ranks}: one must divide the other",
+        shares(ranks),
+        f"model.num_kv_heads={kv} and mesh.tensor={ranks}: one must divide the other {allowed}",
     )
     check(
         mesh.fsdp == 1 or mesh.tensor == ranks,
