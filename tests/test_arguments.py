@@ -411,7 +411,11 @@ WRONG = {
     ),
     "loss_and_gradients of one token": (
         lambda: train.loss_and_gradients(DEFINITION)(params_of(), np.zeros((4, 1), np.int32)),
-        "a row must be of at least two tokens",
+        "rows of at least two tokens, each but the first predicted, not (4, 1)",
+    ),
+    "mean_loss of no row": (
+        lambda: train.mean_loss(DEFINITION)(params_of(), np.zeros((0, 9), np.int32)),
+        "rows of at least two tokens, each but the first predicted, not (0, 9)",
     ),
     "loss_and_gradients(accumulate=)": (
         lambda: train.loss_and_gradients(DEFINITION, accumulate=3)(

@@ -261,6 +261,11 @@ def _checked(batch: Any, task: TrainingTask, *, trained: Params) -> Any:
         batch_ranks=task.definition.layout.batch_ranks,
         vocab_size=task.definition.config.vocab_size,
     )
+    rows, length = tokens.shape
+    check(
+        rows > 0 and length > 1,
+        f"a batch is rows of at least two tokens, each but the first predicted, not {tokens.shape}",
+    )
     return dataclasses.replace(batch, tokens=tokens) if is_packed else tokens
 
 
@@ -296,7 +301,6 @@ def _num_predicted(batch: Tokens, layout: Layout) -> int | jax.Array:
         predicted = all_reduce(batch.predicted.sum(), layout.batch)
         return jnp.maximum(predicted, 1)
     rows, length = batch.shape
-    check(length > 1, "a row must be of at least two tokens: each but the first is predicted")
     return rows * (length - 1) * layout.batch_ranks
 
 
