@@ -64,6 +64,7 @@ MACHINES = {  # names of predict/hardware, likewise
     "TPU v6": "v6e",
     "TPU7x": "tpu7x",
     "NVIDIA H100 PCIe": "h100-no-nvlink",
+    "NVIDIA H100 NVL": "h100-no-nvlink",  # NVLink joins two cards, PCIe the others
     "NVIDIA H100": "h100-nvlink",
     "NVIDIA H200": "h200-nvlink",
     "NVIDIA B200": "b200-nvlink",

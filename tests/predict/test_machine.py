@@ -82,7 +82,8 @@ def test_a_target_and_its_devices_are_one_machine(target):
 
 def test_a_kind_without_a_machine():
     assert hardware.machine_of("cpu") is None
-    assert hardware.machine_of("NVIDIA H100 PCIe") == "h100-no-nvlink"
+    for card in ("PCIe", "NVL"):
+        assert hardware.machine_of(f"NVIDIA H100 {card}") == "h100-no-nvlink"
 
 
 @pytest.mark.parametrize("name", machine.NAMES)
