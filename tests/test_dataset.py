@@ -109,9 +109,10 @@ def test_a_process_reads_its_devices_rows(book, monkeypatch):
     assert sorted(read) == everything
 
 
-def test_a_mixture_is_by_weight_and_each_store_whole(book, tmp_path):
+def test_a_mixture_is_by_weight_and_each_store_whole(book, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     store(tmp_path / "b", numbered(60, letter="b"))
-    (tmp_path / "mix.yaml").write_text(f"mixture:\n  {book[0]}: 3\n  b/store: 1\n")
+    (tmp_path / "mix.yaml").write_text(f"mixture:\n  {book[0]}: 3\n  ~/b/store: 1\n")
     data = load(tmp_path / "mix.yaml")
     alone = load(book[0])
     rows = [data.training[index] for index in range(400)]

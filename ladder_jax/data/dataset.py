@@ -223,7 +223,7 @@ def read_mixture(file: pathlib.Path) -> dict[AnyPath, float]:
                 f"{str(file)!r}: the weight of {store!r} must be a number above 0, from {LEAST_WEIGHT:g} to"
                 f" {1 / LEAST_WEIGHT:g}, not {weight!r:.60}"
             )
-        folder = absolute(store) if is_remote(store) else file.parent / store
+        folder = absolute(store) if is_remote(store) else file.parent / local_path(store)
         if folder in stores:
             raise UserError(f"{str(file)!r} names {store!r} twice")
         stores[folder] = number
