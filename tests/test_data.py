@@ -78,11 +78,12 @@ RECIPE = TrainConfig(batch=16, sequence=10, evaluation_batches=3)
 
 
 def test_held_out_text_is_the_end(load):
-    """And is evaluated once, where it is short."""
+    """And is evaluated once, where it is short: each of its four rows counts once."""
     data = load(0.25)
     assert data.text.tobytes() == CONTENT[:144]
     (batch,) = dataset.evaluated(data.held_out, data.held_out_rows, config=RECIPE)
-    assert batch[0].tolist() == list(CONTENT[144:155])
+    assert batch.tokens[0].tolist() == list(CONTENT[144:155])
+    assert batch.predicted.sum(axis=1).tolist() == [10] * 4 + [0] * 12
 
 
 @pytest.mark.parametrize(

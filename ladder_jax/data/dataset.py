@@ -383,12 +383,18 @@ def evaluated(
     rows: grain.MapDataset, count: int, *, config: TrainConfig
 ) -> list[np.ndarray | Batch]:
     """The batches of held-out `rows`, of which there are `count` before they repeat, that are
-    evaluated.
+    evaluated. Where they do not fill one, it is padded with rows that predict nothing.
     """
     batch = config.batch
     wanted = min(config.evaluation_batches, count // batch)
     firsts = range(0, batch * max(1, wanted), batch)
-    return [stacked(rows, range(first, first + batch)) for first in firsts]
+    batches = [stacked(rows, range(first, first + batch)) for first in firsts]
+    if count >= batch:
+        return batches
+    (one,) = batches
+    padded = one if isinstance(one, Batch) else Batch(one, np.ones_like(one))
+    once = np.arange(batch)[:, None] < count
+    return [dataclasses.replace(padded, segments=padded.segments * once)]
 
 
 class DataLoader:
