@@ -103,6 +103,8 @@ MISTAKES = {
     "train.beta1=1": "train.beta1 must be between 0 and 0.9999999, not 1",
     "train.beta2=0.99999999": "train.beta2 must be between 0 and 0.9999999, not 0.99999999",
     "train.z_loss=-1": "train.z_loss must not be negative",
+    "distill.hidden_weight=.inf": "must not be negative, and be below 1e38, not inf",
+    "train.learning_rate=inf": "train.learning_rate must be positive and below 1e38, not inf",
     "model.residual=lader": "unknown residual 'lader'; did you mean 'ladder'?",
     "model.preset=tinny": "unknown preset 'tinny'; did you mean 'tiny'?",
     "model.ladder_layers=9": "ladder_layers='9' is no choice of layers",

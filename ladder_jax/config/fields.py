@@ -19,6 +19,13 @@ type Count = typing.Annotated[int, POSITIVE]
 type Positive = typing.Annotated[float, POSITIVE]
 type CountOrZero = typing.Annotated[int, NOT_NEGATIVE]
 type PositiveOrZero = typing.Annotated[float, NOT_NEGATIVE]
+# of training: what is no finite float32 makes every loss NaN
+type Factor = typing.Annotated[
+    float, (lambda value: 0 < value < 1e38, "be positive and below 1e38")
+]
+type FactorOrZero = typing.Annotated[
+    float, (lambda value: 0 <= value < 1e38, "not be negative, and be below 1e38")
+]
 # beyond it penalised logits, or these over a temperature, are no finite float32
 type Penalty = typing.Annotated[
     float, (lambda value: 1e-6 <= value <= 1e30, "be between 1e-6 and 1e30")

@@ -9,8 +9,8 @@ from typing import Any
 from ladder_jax.config.fields import (
     Count,
     CountOrZero,
-    Positive,
-    PositiveOrZero,
+    Factor,
+    FactorOrZero,
     Section,
     Share,
     check,
@@ -43,10 +43,10 @@ class DistillConfig(Section):
 
     teacher: str | None = None
     residual: str | None = None
-    temperature: Positive = 1.0  # divides both models' logits
+    temperature: Factor = 1.0  # divides both models' logits
     alpha: Share = 1.0  # the teacher's share of the loss; the rest is the tokens' cross-entropy
     # of the distance between both models' hidden streams, added to the loss
-    hidden_weight: PositiveOrZero = 0.0
+    hidden_weight: FactorOrZero = 0.0
     hidden_every: Count = 1  # measured after every so many layers
 
     NAME = "distill"
@@ -91,7 +91,7 @@ class LoraConfig(Section):
     """
 
     rank: CountOrZero = 0  # 0: none, so all weights train
-    alpha: Positive = 16.0  # the product counts alpha / rank times
+    alpha: Factor = 16.0  # the product counts alpha / rank times
     targets: str = "all"  # of each layer, such as query,value
 
     NAME = "lora"

@@ -10,6 +10,8 @@ from ladder_jax.config.fields import (
     Count,
     CountOrZero,
     Decay,
+    Factor,
+    FactorOrZero,
     Few,
     Penalty,
     Positive,
@@ -168,13 +170,13 @@ class TrainConfig(Section):
     steps: Count = 25_000
     batch: Count = 2048  # sequences a step, over all devices
     sequence: Count = 2048  # predicted tokens a sequence
-    learning_rate: Positive = 3e-4
+    learning_rate: Factor = 3e-4
     final_learning_rate_fraction: Share = 0.1
     warmup_steps: CountOrZero = 2_000
     beta1: Decay = 0.9
     beta2: Decay = 0.95
-    eps: Positive = 1e-10
-    weight_decay: PositiveOrZero = 0.1
+    eps: Factor = 1e-10
+    weight_decay: FactorOrZero = 0.1
     clip_norm: Positive = 1.0
     seed: Seed = 0
     loop: Loop = Loop.SCAN
@@ -185,12 +187,12 @@ class TrainConfig(Section):
     # of sequence_parallel's exposed gathers and scatters
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
     interleave: Interleave = Interleave.WHOLE  # 2: two halves of each device's rows in turn
-    z_loss: PositiveOrZero = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
+    z_loss: FactorOrZero = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
     # of experts: times the Switch loss, which is 1 where all have the same load
-    load_balance: PositiveOrZero = 0.01
-    router_z_loss: PositiveOrZero = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
+    load_balance: FactorOrZero = 0.01
+    router_z_loss: FactorOrZero = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
     # with model.moe.router_bias: a step's change; 0 keeps the biases
-    router_bias_rate: PositiveOrZero = 0.001
+    router_bias_rate: FactorOrZero = 0.001
     loss_chunk: Count = 2048  # tokens whose logits a device holds at once
     log_every: Count = 10
     evaluate_every: CountOrZero = 1_000  # 0: only after the last step
