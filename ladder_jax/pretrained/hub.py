@@ -10,6 +10,7 @@ import pathlib
 import re
 import sys
 
+from ladder_jax.config.fields import check_type
 from ladder_jax.errors import RunFailed, UserError, error_text, needed
 from ladder_jax.files import local_path, reason
 from ladder_jax.pretrained.huggingface import folder as huggingface
@@ -93,6 +94,18 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
     )
 
 
+def repository_of(name: str) -> str:
+    """`org/name` of a repository to upload into. Raises UserError for another name, and without the
+    Hub's library.
+    """
+    _library()
+    check_type("repository", name, str)
+    identifier = Identifier.parse(name)
+    if identifier is None or identifier.file or identifier.revision:
+        raise UserError(f"{name!r} is no repository's name: write org/name")
+    return identifier.repository
+
+
 def push(
     folder: str | os.PathLike,
     repository: str,
@@ -107,17 +120,15 @@ def push(
     no export and a name that is none, RunFailed if the Hub refuses it or does not answer.
     """
     hub = _library()
-    identifier = Identifier.parse(repository)
-    if identifier is None or identifier.file or identifier.revision:
-        raise UserError(f"{repository!r} is no repository's name: write org/name")
+    repository = repository_of(repository)
     folder = local_path(folder)
     if not (folder / huggingface.CONFIG).is_file():
         raise UserError(f"{str(folder)!r} is no export: it holds no {huggingface.CONFIG}")
     try:
         api = hub.HfApi()
-        api.create_repo(identifier.repository, private=private, exist_ok=True)
+        api.create_repo(repository, private=private, exist_ok=True)
         done = api.upload_folder(
-            repo_id=identifier.repository,
+            repo_id=repository,
             folder_path=folder,
             commit_message=message or "Upload by ladder_jax",
         )

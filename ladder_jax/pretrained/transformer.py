@@ -135,6 +135,7 @@ class Transformer(nn.Transformer):
 
         Returns its URL. private, errors: as in `pretrained.push_to_hub`.
         """
+        repository = hub.repository_of(repository)  # before all weights are written
         with tempfile.TemporaryDirectory() as scratch:
             folder = pathlib.Path(scratch) / "export"
             self.save(folder, format=Format.HUGGING_FACE)
