@@ -56,11 +56,13 @@ def local_path(path: str | os.PathLike) -> pathlib.Path:
 
 
 def on_disk(path: str | os.PathLike) -> pathlib.Path:
-    """As `local_path`, of what is written to disks alone. Raises UserError for gs://... and the
-    like, which as a path would be a folder of that name here.
+    """As `local_path`, of what is read from and written to disks alone. Raises UserError for
+    gs://... and the like, which as a path would be a folder of that name here.
     """
     if is_remote(path):
-        raise UserError(f"{str(path)!r} is in an object store: write to a disk, then copy it")
+        raise UserError(
+            f"{str(path)!r} is not on a disk: only runs, models and token stores may be in an object store"
+        )
     return local_path(path)
 
 

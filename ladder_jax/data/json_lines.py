@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ladder_jax.errors import UserError
-from ladder_jax.files import reason
+from ladder_jax.files import on_disk, reason
 
 ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz")
 BLOCK = 2**20  # bytes
@@ -29,7 +29,7 @@ def read(
         open_file = gzip.open
     number = 0
     try:
-        with open_file(file, "rb") as source:
+        with open_file(on_disk(file), "rb") as source:
             position = 0
             if begin:
                 # What is left of a line that began before belongs to the lines before.

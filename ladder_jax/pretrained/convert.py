@@ -19,7 +19,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.config.fields import member, natural
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.files import check_storable, local_path, on_disk, text_of
+from ladder_jax.files import check_storable, on_disk, text_of
 from ladder_jax.pretrained import formats, refit as refits, sensitivity, staging
 from ladder_jax.pretrained.formats import Format
 from ladder_jax.pretrained.huggingface import config as huggingface_config
@@ -89,7 +89,7 @@ def rows_of(
     for text, share in zip(texts, shares):
         first = round(skip * text.weight / whole)
         end = first + share + 1
-        beginning = text_of(local_path(text.path), named=True, most=BYTES * end)
+        beginning = text_of(on_disk(text.path), named=True, most=BYTES * end)
         found = np.array(tokenizer.encode(beginning), np.int32)
         least = first + length + 1
         if len(found) < least:

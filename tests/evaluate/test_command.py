@@ -151,6 +151,8 @@ MISTAKES = {
     "--text latin.txt": "latin.txt: not UTF-8 text",
     "--text pages.jsonl": "pages.jsonl:1: no text in 'text' (--field names it)",
     "--multiple-choice empty.txt": "'empty.txt' holds no questions",
+    "--text gs://b/a.txt": "'gs://b/a.txt' is not on a disk: only runs, models and token stores",
+    "--generation s3://b/a.jsonl": "'s3://b/a.jsonl' is not on a disk: only runs",
     "--multiple-choice nowhere.jsonl": "cannot read 'nowhere.jsonl': No such file",
     "--generation choices.jsonl": 'choices.jsonl:3: "answer" must be a text',
     "--text book.txt --shots 2": "--shots is for --multiple-choice and --generation",

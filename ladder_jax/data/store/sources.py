@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ladder_jax.data import json_lines
 from ladder_jax.data.store import tables
 from ladder_jax.errors import UserError
-from ladder_jax.files import below, is_remote, local_path, text_of
+from ladder_jax.files import below, is_remote, on_disk, text_of
 
 PARTS = 1024
 LEAST = 2**24
@@ -116,7 +116,7 @@ def _files(source: str, subset: str | None, split: str) -> list[File]:
     if source.startswith(tables.HUB):
         address = tables.address(source, subset=subset, split=split)
         return [File(address, size=0, modified=0, named=True)]
-    root = local_path(source)
+    root = on_disk(source)
     if not root.exists():
         raise UserError(f"{source!r} does not exist ({ALLOWED})")
     files = []
