@@ -399,7 +399,8 @@ def _request(
 ) -> str:
     """A digest of what the fitted arrays depend on."""
     found = []
-    for file in files.below(pathlib.Path(source.path).resolve()):
+    # without dotted names: a conversion into the source's own folder keeps what is fitted there
+    for file in files.below(pathlib.Path(source.path).resolve(), data=True):
         stat = file.stat()
         found.append([str(file), stat.st_size, stat.st_mtime_ns])
     return files.digest(

@@ -331,10 +331,15 @@ def test_models_that_cannot_be_refitted():
 
 
 def test_other_requests_resume_nothing(tmp_path):
-    """What was kept of other tokens, or another ridge, is not read."""
-    source = dataclasses.replace(standard(), path=__file__)
+    """What was kept of other tokens, or another ridge, is not read; an equal one resumes, in the
+    source's own folder too.
+    """
+    source = dataclasses.replace(standard(), path=str(tmp_path))
+    counts = []
     always = dict(model=small_model("ladder"), mesh=parallel.make_mesh())
-    for change in dict(), dict(rows=TOKENS[::-1]), dict(settings=Refit(ridge=0.1)):
+    for change in dict(), dict(rows=TOKENS[::-1]), dict(settings=Refit(ridge=0.1)), dict():
         request = {"rows": TOKENS, **always, **change}
-        kept = refit(source, folder=tmp_path / "kept", **request)
+        kept = refit(source, folder=tmp_path / ".kept", **request)
+        counts.append(len(list((tmp_path / ".kept").iterdir())))
         models.same_arrays(kept.source, refit(source, **request).source)
+    assert counts == [counts[0] * times for times in (1, 2, 3, 3)]
