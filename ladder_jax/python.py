@@ -16,7 +16,9 @@ def starting(**changes: str) -> Iterator[None]:
 
     changes: other variables of their environment.
     """
-    changes = {**changes, "PYTHONSAFEPATH": "1"}
+    # multiprocessing's own process warns where this one is killed
+    quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
+    changes = {**changes, "PYTHONSAFEPATH": "1", "PYTHONWARNINGS": quiet}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

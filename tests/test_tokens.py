@@ -201,7 +201,8 @@ def test_killed_again_and_again(tmp_path):
             [*command, first, then], stderr=subprocess.PIPE, start_new_session=True
         )
         _, error = process.communicate(timeout=60)
-        assert process.returncode == (-signal.SIGKILL if then == "kill" else 0), error
+        ended = -signal.SIGKILL if then == "kill" else 0
+        assert (process.returncode, error) == (ended, b"")
         limit = time.time() + 20
         while alive(process.pid) and time.time() < limit:
             time.sleep(0.05)
