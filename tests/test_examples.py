@@ -54,7 +54,7 @@ def test_of_a_chat_the_assistants_turns_are_learnt(tokenizer):
     assert pieces(*weighed, tokenizer) == ["on the mat"]
 
 
-def test_completions_and_texts(byte_level):
+def test_completions_and_texts(byte_level, tmp_path):
     tokens, learnt = render(
         {"prompt": "the cat ", "completion": "sat"}, tokenizer=byte_level, where="f:1"
     )
@@ -70,6 +70,14 @@ def test_completions_and_texts(byte_level):
     )
     assert bytes(tokens.tolist()).decode() == "éü"
     assert learnt.tolist() == [False, False, True, True]
+    trimming = made.byte_level()
+    spaces = processors.ByteLevel(trim_offsets=True)
+    trimming.post_processor = processors.Sequence([spaces, trimming.post_processor])
+    trimmed = tokenizers.load(made.folder(tmp_path / "t", made=trimming))
+    indented = {"prompt": "the  cat ", "completion": "on\n    the mat  "}
+    assert trimmed.offsets("a  ", special=False)[1][-1] == (3, 3)
+    ours, theirs = (render(indented, tokenizer=one, where="f:1") for one in (byte_level, trimmed))
+    assert [part.tolist() for part in theirs] == [part.tolist() for part in ours]
 
 
 @pytest.mark.parametrize(

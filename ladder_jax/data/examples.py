@@ -195,6 +195,8 @@ def _tokens(text: str, spans: Spans, tokenizer: Tokenizer, *, special: bool) -> 
     tokens, offsets = tokenizer.offsets(text, special=special)
     offsets = np.array(offsets, np.int64)
     begins, ends = offsets.reshape(-1, 2).T
+    # a token's spaces are its own: some tokenizers (trim_offsets) leave them out
+    begins = np.minimum(begins, np.maximum.accumulate([0, *ends])[:-1])
     loss_mask = np.zeros(len(tokens), bool)
     for begin, end in spans:
         overlaps = (begins < end) & (ends > begin)
