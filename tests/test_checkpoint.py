@@ -231,8 +231,10 @@ def test_paths_that_lead_nowhere(tmp_path):
     (tmp_path / "file").write_text("x")
     with refused("is a file"):
         open_checkpoint(tmp_path / "file")
-    with refused("holds no ladder_jax checkpoint, and no config.json"):
-        open_checkpoint(tmp_path)
+    (tmp_path / "20").mkdir()  # is called as a step
+    for folder in (tmp_path, tmp_path / "20"):
+        with refused("holds no ladder_jax checkpoint, and no config.json"):
+            open_checkpoint(folder)
 
 
 def numbered(leaf, times):

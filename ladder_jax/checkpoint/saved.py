@@ -280,7 +280,8 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
             )
         if finished := steps(folder):
             folder = folder / str(finished[-1])
-        if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
+        kept = any((folder / name).exists() for name in ("meta", "params", manifest.NAME))
+        if not (folder / "meta" / "metadata").is_file() and not (kept and _is_step(folder.name)):
             raise UserError(
                 f"{str(path)!r} holds no ladder_jax checkpoint, and no config.json of another model"
             )
