@@ -120,9 +120,10 @@ def resumable(uninterrupted, tmp_path):
 @pytest.mark.parametrize("kills", KILLS, ids=lambda kills: sum(kills.values()))
 def test_killed_again_and_again(book, resumable, uninterrupted, kills):
     """SIGKILL after step 15, until a run has died that often in each of these: the losses are
-    bit-identical.
+    bit-identical. All kills count, those before another checkpoint too.
     """
     directory = resumable
+    starts = 1
     moments = random.Random(0)
     shutil.rmtree(directory / "checkpoints" / "30")
     died = {"step": 0, "save": 0, "evaluation": 0}
@@ -132,6 +133,7 @@ def test_killed_again_and_again(book, resumable, uninterrupted, kills):
         left = being_written(directory)
         target = resumed + moments.randint(1, SAVE - 2)
         process = start(book, directory)
+        starts += 1
 
         def moment():
             """What the run is at."""
@@ -154,8 +156,10 @@ def test_killed_again_and_again(book, resumable, uninterrupted, kills):
             died[moment()] += 1
         else:  # it came to its end first
             shutil.rmtree(directory)
+            starts = 0
     run(book, directory)
     assert losses(directory) == losses(uninterrupted)
+    assert json.loads((directory / "goodput.json").read_text())["restarts"] == starts
 
 
 def test_preempted_in_a_save_and_in_an_evaluation(

@@ -343,8 +343,9 @@ def _busy(folder: AnyPath, content: bytes) -> UserError:
     return UserError(f"another process is training in {str(folder)!r}, on host {host}")
 
 
-def beginning(folder: AnyPath, *, now: float) -> tuple[bool, float]:
-    """Whether an earlier start began this run, and when the first one did, in seconds since 1970.
+def beginning(folder: AnyPath, *, now: float) -> Json:
+    """What GOODPUT says, to be written with this start: when the first one `began`, in seconds since
+    1970, and how many `restarts` there were.
 
     Raises RunFailed where the record cannot be read now: a run's data may depend on it.
     """
@@ -353,9 +354,11 @@ def beginning(folder: AnyPath, *, now: float) -> tuple[bool, float]:
     try:
         with explained(folder, "read"):
             content = patiently(folder, read)
-        return True, float(json.loads(content)["began"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False, now
+        found = json.loads(content)
+        restarts = int(found.get("restarts", 0)) + 1
+        return {**found, "began": float(found["began"]), "restarts": restarts}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {"began": now, "restarts": 0}
 
 
 def write_config(context: RunContext) -> None:

@@ -77,10 +77,12 @@ def run(
     train = config.train
     if profile and profile[-1] > train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={train.steps}")
-    resumed, began = agreement.broadcast(
+    record = agreement.broadcast(
         "when the run began", lambda: folder.beginning(where, now=account.began)
     )
-    data = _load_data(config, where=where, agreement=agreement, began=began)
+    account.began = record["began"]
+    account.restarts = record["restarts"]
+    data = _load_data(config, where=where, agreement=agreement, began=account.began)
     if jax.process_index() > 0:
         say = lambda line: None
 
@@ -111,11 +113,8 @@ def run(
             say(note)
         with agreement.together("the run's folder"), explained(where, "write into"):
             small.begin()
-            if resumed:  # of a run without a checkpoint all time is lost
-                account.began = began
-                account.go_back(None, restarts=1)
-            else:
-                folder.write_json(where / folder.GOODPUT, {"began": began}, indent=None)
+            if account.restarts:  # of a run without a checkpoint all time is lost
+                account.go_back(None)
 
         checkpoint = checkpoints.newest(context)
         position = checkpoint.data if checkpoint else {}
@@ -128,7 +127,7 @@ def run(
         state, frozen = checkpoints.restore(checkpoint, context=context, task=task)
         if checkpoint:
             say(f"resuming {where} from step {checkpoint.step}")
-            account.go_back(position.get("account"), restarts=1)
+            account.go_back(position.get("account"))
         elif task.origin:
             say(task.origin)
         first = int(state.step)
@@ -136,6 +135,8 @@ def run(
 
         with agreement.together("the run's files"), explained(where, "write into"):
             folder.write_config(context)
+            if first < train.steps:
+                folder.write_json(where / folder.GOODPUT, record, indent=None)
             metrics = Metrics(small, step=first, trackers=followers)
             stack.enter_context(contextlib.closing(metrics))
             store = Store(where / folder.CHECKPOINTS, config=config, timeout=timeout)

@@ -326,7 +326,7 @@ class Session:
         checkpoint = checkpoints.newest(context)
         self.state, self.frozen = checkpoints.restore(checkpoint, context=context, task=self.task)
         account = checkpoint and checkpoint.data.get("account")
-        context.account.go_back(account, restarts=0)
+        context.account.go_back(account)
         step = int(self.state.step)
         left_out = self.policy.returned(bad, to=step)
         self.metrics.rewind(step)

@@ -56,17 +56,16 @@ class TimeAccount:
 
     def as_dict(self) -> Json:
         """For a checkpoint; `go_back` takes it."""
-        return {"time": time.time(), "seconds": self.now(), "restarts": self.restarts}
+        return {"time": time.time(), "seconds": self.now()}
 
-    def go_back(self, saved: Json | None, *, restarts: int) -> None:
+    def go_back(self, saved: Json | None) -> None:
         """Continue the account of a checkpoint (None: of the run's beginning); all time since then
         is lost.
         """
         self._mark = time.perf_counter()
-        saved = saved or {"time": self.began, "seconds": {}, "restarts": 0}
+        saved = saved or {"time": self.began, "seconds": {}}
         self.seconds = {part: float(saved["seconds"].get(part, 0.0)) for part in PARTS}
         self.seconds["lost"] += max(0.0, time.time() - saved["time"])
-        self.restarts = saved["restarts"] + restarts
 
     def now(self) -> dict[str, float]:
         """Seconds so far, by part."""
