@@ -8,7 +8,7 @@ import pathlib
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,6 @@ class Transformer(nn.Transformer):
         self.decode = decode or DecodeConfig()
         self.context = context
         self.refit = refit
-        self._prepared = _Prepared()
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n  tokenizer: {self.tokenizer!r}"
@@ -108,9 +107,7 @@ class Transformer(nn.Transformer):
         tokens = encode(prompt)
         request = Request.of(tokens, config=config, **ends(stop, tokenizer=tokenizer))
         length = len(request.prompt) + request.max_new_tokens
-        generator = self._prepared.generator(
-            self, loop=config.loop, quantize=config.quantize, capacity=length
-        )
+        generator = _generator(self, loop=config.loop, quantize=config.quantize, capacity=length)
 
         def texts() -> Iterator[str]:
             with memory.explained("generating"):
@@ -232,37 +229,34 @@ def load(
     return from_pretrained(path, mesh=mesh, dtype=dtype)
 
 
-class _Prepared:
-    """A model's newest generator, made again for another loop or quantization, and when a parameter
-    was replaced.
+class _Prepared(NamedTuple):
+    """A model's newest generator. of: its parameters, by which it was made; form: its settings."""
 
-    An object of its own, so that Flax does not take its arrays for the model's parameters; and
-    equal to any other, so that Flax takes two models of one configuration for the same program.
+    of: tuple[weakref.ref, ...]
+    form: dict[str, Loop | Quantize]
+    generator: Generator
+
+
+_prepared = weakref.WeakKeyDictionary[Transformer, _Prepared]()
+"""Beside the models: a graph that Flax splits off one, which jax keeps with a compiled function,
+would hold what its attributes hold.
+"""
+
+
+def _generator(model: Transformer, *, capacity: int, **form: Loop | Quantize) -> Generator:
+    """The model's, made again for another form, and when a parameter was replaced.
+
+    capacity: positions that the devices' memory must have room for. form: loop, quantize.
     """
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Prepared)
-
-    def __hash__(self) -> int:
-        return hash(_Prepared)
-
-    def __init__(self):
-        self._of: tuple[weakref.ref, ...] = ()
-        self._form: dict[str, Loop | Quantize] = {}
-        self._generator: Generator | None = None
-
-    def generator(self, model: Transformer, *, capacity: int, **form: Loop | Quantize) -> Generator:
-        """capacity: positions that the devices' memory must have room for. form: loop, quantize."""
-        leaves = jax.tree.leaves(model.params)
-        replaced = [ref() is not leaf for ref, leaf in zip(self._of, leaves)]
-        if self._generator is None or any(replaced) or form != self._form:
-            self._generator = None  # before there are more copies of the weights
-            rows = model.definition.layout.batch_ranks
-            with memory.explained("generating"):
-                memory.check_slots(
-                    model.definition, slots=rows, capacity=capacity, chunk=CHUNK, **form
-                )
-                self._generator = Generator(model, **form)
-            self._of = tuple(map(weakref.ref, leaves))
-            self._form = form
-        return self._generator
+    leaves = jax.tree.leaves(model.params)
+    kept = _prepared.get(model)  # once: another thread may replace it
+    if kept and kept.form == form and all(ref() is leaf for ref, leaf in zip(kept.of, leaves)):
+        return kept.generator
+    del kept  # before there are more copies of the weights
+    _prepared.pop(model, None)
+    with memory.explained("generating"):
+        rows = model.definition.layout.batch_ranks
+        memory.check_slots(model.definition, slots=rows, capacity=capacity, chunk=CHUNK, **form)
+        generator = Generator(model, **form)
+    _prepared[model] = _Prepared(tuple(map(weakref.ref, leaves)), form, generator)
+    return generator

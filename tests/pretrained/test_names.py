@@ -4,10 +4,13 @@ way of `convert`.
 
 import contextlib
 import copy
+import functools
+import gc
 import json
 import shutil
 import sys
 import types
+import weakref
 from unittest import mock
 
 import huggingface_hub
@@ -21,10 +24,11 @@ import ladder_jax as lj
 from ladder_jax import checkpoint, pretrained
 from ladder_jax.bench import request as benches
 from ladder_jax.cli import main
-from ladder_jax.config import DecodeConfig, Dtype, Phase
+from ladder_jax.config import DecodeConfig, Dtype, Loop, Phase, Quantize
+from ladder_jax.decode import memory
 from ladder_jax.overlap import request as overlaps
 from ladder_jax.plan import request as plans
-from ladder_jax.pretrained import hub as hubs
+from ladder_jax.pretrained import hub as hubs, transformer
 from ladder_jax.retrain import sources
 from tests import hub, refusals
 from tests.covering import full
@@ -363,16 +367,31 @@ def test_generate_follows_the_weights(model):
     """The copy for decoding is made once, and again when a parameter was replaced."""
     generate = lambda: model.generate(TEXT, **NEW)
     before = generate()
-    prepared = model._prepared._generator
+    prepared = transformer._prepared[model]
     assert generate() == before == "".join(model.stream(TEXT, **NEW))
     # a stop string alone is one, not its letters
     assert model.generate(TEXT, stop=before[::-1], **NEW) == before
-    assert prepared is model._prepared._generator
+    assert prepared is transformer._prepared[model]
     kept = model.head.table[...]
     model.head.table[...] = 40 * kept[::-1]
     assert generate() != before
     model.head.table[...] = kept
     assert generate() == before
+
+
+def test_two_threads_in_different_forms(model, monkeypatch):
+    """One prepares its copy of the weights while another's is about to be returned."""
+    prepared = functools.partial(transformer._generator, model, capacity=32, quantize=Quantize.NONE)
+    before = memory.explained
+
+    @contextlib.contextmanager
+    def explained(what):
+        yield
+        monkeypatch.setattr(memory, "explained", before)
+        prepared(loop=Loop.UNROLLED)
+
+    monkeypatch.setattr(memory, "explained", explained)
+    assert prepared(loop=Loop.SCAN).loop is Loop.SCAN
 
 
 def test_two_models_of_one_file_are_one_program(files):
@@ -384,6 +403,11 @@ def test_two_models_of_one_file_are_one_program(files):
     assert graph == other_graph
     mean = nnx.merge(graph, jax.tree.map(lambda a, b: (a + b) / 2, state, other_state))
     assert mean.generate(TEXT, **NEW) == one.generate(TEXT, **NEW)
+    # jax keeps the graphs of what it has compiled, and they no weights
+    copies = weakref.ref(transformer._prepared[one].generator)
+    del one
+    gc.collect()
+    assert copies() is None
 
 
 def test_what_a_model_refuses(model):
