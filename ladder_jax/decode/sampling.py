@@ -26,6 +26,7 @@ from jax import Array, lax
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.request import CHOOSING, Request
+from ladder_jax.nn.parameter import root_key
 from ladder_jax.parallel import all_max, all_ranks, all_reduce, anywhere, rank
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.scopes import CHOICE
@@ -103,7 +104,7 @@ class Settings:
         """`config`'s settings for every row, and a key for each: row 0 of a batch has the noise of
         a prompt alone.
         """
-        of_row = functools.partial(jax.random.fold_in, jax.random.key(config.seed))
+        of_row = functools.partial(jax.random.fold_in, root_key(config.seed))
         return cls.of(
             jax.vmap(of_row)(jnp.arange(rows)), **{name: getattr(config, name) for name in OFF}
         )

@@ -37,6 +37,7 @@ from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError, whole
 from ladder_jax.nn import Cache, ModelDef, Params
 from ladder_jax.nn.attention import Kernel
+from ladder_jax.nn.parameter import root_key
 from ladder_jax.parallel import (
     Compiled,
     Overlap,
@@ -349,7 +350,7 @@ def abstract(
     vocabulary = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks)
     integers = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=sharding("B"))
     seen = jax.ShapeDtypeStruct((rows, vocabulary), bool, sharding=sharding("BV"))
-    settings = jax.eval_shape(lambda: Settings.of(jnp.broadcast_to(jax.random.key(0), (rows,))))
+    settings = jax.eval_shape(lambda: Settings.of(jnp.broadcast_to(root_key(0), (rows,))))
     settings = jax.tree.map(lambda a: a.update(sharding=sharding(sampling.DIMS)), settings)
     params = weights.abstract(definition, loop=loop, quantize=quantize)
     caches = abstract_cache(definition, rows=rows, capacity=positions, loop=loop)

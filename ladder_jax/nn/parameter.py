@@ -269,8 +269,8 @@ def abstract(module: nnx.Module, *, layout: Layout) -> dict:
 
 
 def root_key(seed: int) -> Array:
-    """The key from which all initial values of a run are folded, by the same generator on every
-    backend.
+    """The key from which all initial values of a run, or a request's noise, are folded, by the same
+    generator on every backend. That of jax's setting may draw a row otherwise beside others.
     """
     return jax.random.key(seed, impl="threefry2x32")
 

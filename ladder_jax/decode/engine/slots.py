@@ -20,6 +20,7 @@ from ladder_jax.decode import sampling, steps
 from ladder_jax.decode.request import Request
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.nn.parameter import root_key
 
 
 class State(NamedTuple):
@@ -144,7 +145,7 @@ def _empty(definition, *, slots, positions, loop):
 
     def make():
         zeros = jax.tree.map(jnp.zeros_like, shapes)
-        return State(*zeros, Settings.of(jnp.broadcast_to(jax.random.key(0), (slots,))))
+        return State(*zeros, Settings.of(jnp.broadcast_to(root_key(0), (slots,))))
 
     return jax.jit(
         make, out_shardings=jax.tree.map(definition.layout.sharding, _dims(definition, loop=loop))
