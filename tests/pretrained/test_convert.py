@@ -210,6 +210,7 @@ def test_shares_of_several_texts(tmp_path):
         Text("x:y"),
     ]
     texts = [Text(str(tmp_path / "a.txt"), 3), Text(str(tmp_path / "b:2.txt"))]
-    rows = conversion.rows_of(texts, tokenizer=LETTERS, tokens=4000, skip=800)
-    assert rows.shape == (4, 1001)
-    assert [chr(row[0]) for row in rows] == ["a", "a", "a", "b"]
+    for tokens, length in ((4000, 1000), (2046, 511)):
+        rows = conversion.rows_of(texts, tokenizer=LETTERS, tokens=tokens, skip=800)
+        assert rows.shape == (4, length + 1)
+        assert [chr(row[0]) for row in rows] == ["a", "a", "a", "b"]
