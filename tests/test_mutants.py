@@ -47,7 +47,7 @@ def test_what_is_changed():
         assert all("def share" not in SOURCE.splitlines()[line - 1] for line in mutant.lines)
 
 
-def test_the_same_seed_chooses_the_same_and_fewer_are_the_first():
+def test_the_same_seed_chooses_the_same_and_fewer_are_the_first(monkeypatch, capsys):
     some = command.choose(count=20, seed=3)
     more = command.choose(count=40, seed=3)
     assert some == more[:20]
@@ -55,3 +55,6 @@ def test_the_same_seed_chooses_the_same_and_fewer_are_the_first():
     packages = collections.Counter(mutant.file.split("/")[1] for mutant in more)
     assert set(packages) == set(command.PACKAGES)
     assert max(packages.values()) - min(packages.values()) <= 1
+    monkeypatch.setattr("sys.argv", ["mutants", "--list", "--count", "2", "--seed", "3"])
+    command.main()
+    assert capsys.readouterr().out == "".join(f"{command.difference(one)}\n" for one in more[:2])

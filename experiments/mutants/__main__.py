@@ -53,7 +53,8 @@ def main() -> None:
     args = parser.parse_args()
     chosen = choose(count=args.count, seed=args.seed)
     if args.list:
-        sys.exit("\n".join(map(difference, chosen)))
+        print(*map(difference, chosen), sep="\n")
+        return
     tests = args.tests or sorted(
         str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")
     )
