@@ -203,3 +203,9 @@ def test_the_demos_help(capsys):
     with pytest.raises(SystemExit, match="0"):
         demo.main(["--help"])
     assert "--experts" in capsys.readouterr().out
+
+
+def test_the_demo_of_tokens_that_are_no_bytes(tmp_path):
+    assert demo.said(2.0, None) == "held-out loss 2.000 nats a token"
+    demo.plot({"ladder": [dict(step=1, loss=2.0)]}, file=tmp_path / "loss.png", entropy=None)
+    assert (tmp_path / "loss.png").is_file()

@@ -53,9 +53,7 @@ def main(arguments: list[str]) -> int:
     rows = {residual: metrics.read(runs / residual) for residual in residuals}
     entropy = results[residuals[0]].bigram_entropy
     for residual, result in results.items():
-        console.print(
-            f"{residual:<9} held-out loss {result.validation_loss:.3f} nats a byte; the text's bigrams: {entropy:.3f}"
-        )
+        console.print(f"{residual:<9} {said(result.validation_loss, entropy)}")
         last = rows[residual][-1]
         if "expert_load" in last:
             console.print(
@@ -71,8 +69,15 @@ def main(arguments: list[str]) -> int:
     return status
 
 
-def plot(runs: dict[str, list[dict]], *, file: pathlib.Path, entropy: float) -> None:
-    """Each run's training loss over its steps."""
+def said(loss: float, entropy: float | None) -> str:
+    """entropy: of the text's bigrams; None where it is not of bytes."""
+    if entropy is None:
+        return f"held-out loss {loss:.3f} nats a token"
+    return f"held-out loss {loss:.3f} nats a byte; the text's bigrams: {entropy:.3f}"
+
+
+def plot(runs: dict[str, list[dict]], *, file: pathlib.Path, entropy: float | None) -> None:
+    """Each run's training loss over its steps. entropy: as of `said`."""
     from ladder_jax import files
 
     plt = files.pyplot()
@@ -82,8 +87,10 @@ def plot(runs: dict[str, list[dict]], *, file: pathlib.Path, entropy: float) -> 
             *((row["step"], row["loss"]) for row in rows if row["loss"] is not None)
         )
         axes.plot(steps, losses, label=name)
-    axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="bigram entropy")
-    axes.set(xlabel="step", ylabel="training loss (nats a byte)")
+    if entropy is not None:
+        axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="bigram entropy")
+    unit = "token" if entropy is None else "byte"
+    axes.set(xlabel="step", ylabel=f"training loss (nats a {unit})")
     axes.legend()
     axes.grid(alpha=0.3)
     files.write_picture(str(file), figure)
