@@ -112,6 +112,8 @@ def test_what_is_trained_on_is_said(tmp_path):
         assert files in note
         assert len(content) == most
         assert note.endswith(", as many as data.max_bytes")
+    (tmp_path / "3.jsonl").write_text("{}")
+    assert "`ladder-jax tokenize`" in dataset.read_text(DataConfig(path=str(tmp_path)))[1]
 
 
 def test_no_more_is_read_than_trained_on(tmp_path):

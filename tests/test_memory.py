@@ -10,7 +10,7 @@ import pytest
 import ladder_jax as lj
 from ladder_jax import checkpoint, cli, nn
 from ladder_jax.checkpoint import Pieces, arrays
-from ladder_jax.config import DecodeConfig, Loop
+from ladder_jax.config import Loop
 from ladder_jax.decode import Engine, memory, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import open_model
@@ -33,7 +33,7 @@ def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkey
     for free, message in ((most - 1, too_large), (most, "was read")):
         monkeypatch.setattr(memory, "free_memory", lambda *_, free=free, **__: free)
         with refused(message):
-            open_model(tmp_path).engine(settings=DecodeConfig(), tensor=1, slots=1, capacity=16)
+            open_model(tmp_path).engine(tensor=1, slots=1, capacity=16)
     monkeypatch.setattr(memory, "free_memory", lambda *_, **__: kept - 1)
     for verb, *words in (("generate", "--prompt", "a"), ("evaluate", "--text", __file__)):
         assert cli.main([verb, str(tmp_path), *words, "--tensor", "1"]) == 2

@@ -169,9 +169,7 @@ def test_only_the_side_network_trains(trained, place, tmp_path):
     assert all(np.abs(a).max() > 0 for a in jax.tree.leaves((ends["up"], blocks["gate"])))
     model = open_model(side)
     prompt = [5, 6, 7, 8, 9]
-    (new,) = (
-        model.generator(settings=DecodeConfig(), tensor=1).tokens([prompt], config=GREEDY).tolist()
-    )
+    (new,) = model.generator(tensor=1).tokens([prompt], config=GREEDY).tolist()
     definition = model.define(tensor=1)
     scores = nn.compiled_logits(definition)(model.params(definition), np.array([prompt + new]))
     assert new == scores[0, len(prompt) - 1 : -1].argmax(-1).tolist()

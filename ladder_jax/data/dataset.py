@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 
 from ladder_jax.config import DataConfig, Format, TrainConfig
 from ladder_jax.config.load import read_yaml
-from ladder_jax.data import examples, tokenizer as tokenizers
+from ladder_jax.data import examples, json_lines, tokenizer as tokenizers
 from ladder_jax.data.examples import Examples
 from ladder_jax.data.packing import Batch, PackedRows
 from ladder_jax.data.store import Store, is_store
@@ -333,6 +333,8 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     note = f"data: {len(parts):,} of {len(files):,} files of {path}, {len(text):,} bytes of text"
     if len(text) == config.max_bytes:
         note += ", as many as data.max_bytes"
+    if any(file.name.endswith(json_lines.ENDINGS) for file in files):
+        note += "; JSON is learnt as it is written: `ladder-jax tokenize` reads its texts"
     return np.frombuffer(text, np.uint8), note
 
 

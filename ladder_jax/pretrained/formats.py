@@ -29,6 +29,7 @@ from ladder_jax.config.fields import check_type
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Generator, default_tensor
+from ladder_jax.decode.generate import DEFAULT
 from ladder_jax.decode.weights import Reader
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import (
@@ -141,14 +142,22 @@ class OpenedModel:
             return self.weights.identity
         return _sampled(self.path)
 
-    def generator(self, *, settings: DecodeConfig, tensor: int | None = None) -> Generator:
-        """settings: loop and quantize; `tensor` as in `define`."""
+    def generator(
+        self, *, settings: DecodeConfig = DEFAULT, tensor: int | None = None
+    ) -> Generator:
+        """settings: of them loop and quantize; `tensor` as in `define`."""
         definition = self.define(tensor=tensor)
         return Generator(
             definition, self.reader(definition), loop=settings.loop, quantize=settings.quantize
         )
 
-    def engine(self, *, settings: DecodeConfig, tensor: int | None = None, **about: Any) -> Engine:
+    def engine(
+        self,
+        *,
+        settings: DecodeConfig = DEFAULT,
+        tensor: int | None = None,
+        **about: Any,
+    ) -> Engine:
         """settings: `prefill_chunk` to `quantize` of the section `decode`; `tensor` as in `define`;
         the rest as in Engine.
         """

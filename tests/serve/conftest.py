@@ -12,7 +12,7 @@ import urllib.parse
 
 import pytest
 
-from ladder_jax.config import DecodeConfig, FolderConfig
+from ladder_jax.config import FolderConfig
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode.engine import Request
 from ladder_jax.pretrained import open_model
@@ -48,9 +48,7 @@ def make_engine(folder):
 
     def make(**more):
         settings = {**dict(tensor=1, slots=4, capacity=CAPACITY, max_queue=8), **more}
-        return open_model(folder).engine(
-            settings=DecodeConfig(), **settings, decoder=Bytes().to_bytes
-        )
+        return open_model(folder).engine(**settings, decoder=Bytes().to_bytes)
 
     return make
 
