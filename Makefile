@@ -116,7 +116,8 @@ NIGHTLY = --extra-index-url https://us-python.pkg.dev/ml-oss-artifacts-published
 	@eval "$$SETUP"; extra=test-hf; make_venv .venv-hf '$(PYTHON)' 4
 
 .venv-oldest/.installed: requirements.txt pyproject.toml $(call LOST,.venv-oldest)
-	@eval "$$SETUP"; make_venv .venv-oldest '$(PYTHON_OLDEST)' 3.13 jax==0.11.2 jaxlib==0.11.2 'pytest>=8.2'
+	@eval "$$SETUP"; make_venv .venv-oldest '$(PYTHON_OLDEST)' 3.13 \
+	    jax==0.11.1 jaxlib==0.11.1 flax==0.12.10 grain==0.2.15 'pytest>=8.2'
 
 .venv-oldest/.suite: .venv-oldest/.installed
 	@echo ".venv-oldest: installing what the tests need"
