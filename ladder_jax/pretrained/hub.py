@@ -148,19 +148,27 @@ def _snapshot(identifier: Identifier, wanted: list[str]) -> pathlib.Path:
             identifier.repository, revision=identifier.revision, allow_patterns=wanted
         )
     except Exception as error:  # also of the client's HTTP library
-        raise UserError(
-            f"there is no model {str(identifier)!r} here, and {hub.constants.ENDPOINT} does not give it:"
-            f" {error_text(error)[:300]}"
-        ) from None
+        raise _not_given(identifier, error) from None
     return pathlib.Path(found)
 
 
+def _not_given(identifier: Identifier, error: Exception) -> UserError:
+    return UserError(
+        f"there is no model {str(identifier)!r} here, and {_library().constants.ENDPOINT} does not give"
+        f" it: {error_text(error)[:300]}"
+    )
+
+
 def _ggufs(identifier: Identifier, folder: pathlib.Path) -> list[str]:
-    """The repository's GGUF files; without a connection, those in the cache."""
+    """The repository's GGUF files; without a connection, those in the cache. Raises UserError where
+    there are none: an older huggingface_hub gives a folder that lacks files as if it were whole.
+    """
     try:
         names = _library().HfApi().list_repo_files(identifier.repository, revision=folder.name)
-    except Exception:  # of the client's HTTP library
+    except Exception as error:  # of the client's HTTP library
         names = os.listdir(folder)
+        if not any(name.endswith(".gguf") for name in names):
+            raise _not_given(identifier, error) from None
     return sorted(name for name in names if name.endswith(".gguf"))
 
 
