@@ -17,7 +17,7 @@ import xml.etree.ElementTree as xml
 import fsspec
 
 
-def register() -> None:
+def register():
     """From now on these classes are gs:// and s3:// for fsspec, and so for etils.epath."""
     fsspec.register_implementation("gcs", Google, clobber=True)
     fsspec.register_implementation("s3", Files, clobber=True)
@@ -121,7 +121,7 @@ class _Upload(io.BytesIO):
         self._files.pipe_file(self._path, content)
 
 
-def _folder(name: str) -> dict:
+def _folder(name):
     return {"name": name, "size": 0, "type": "directory"}
 
 

@@ -48,7 +48,7 @@ RECURRENCES = (
 OTHERS = [name for name in TOPOLOGIES if name not in RECURRENCES]
 
 
-def model(name: str = "standard", **changes) -> ModelConfig:
+def model(name="standard", **changes):
     """Four small layers in float32: 8 heads, 4 key/value heads, and a vocabulary that nothing
     divides.
     """
@@ -68,7 +68,7 @@ def model(name: str = "standard", **changes) -> ModelConfig:
     return ModelConfig(**{**settings, **changes})
 
 
-def shape(name: str, config: ModelConfig, *, ranks: int) -> reference.Shape:
+def shape(name, config, *, ranks):
     _, _, kind, number, ladder = TOPOLOGIES[name]
     scaling = config.rope_scaling
     return reference.Shape(
@@ -94,7 +94,7 @@ def shape(name: str, config: ModelConfig, *, ranks: int) -> reference.Shape:
     )
 
 
-def parameters(definition: nn.ModelDef, *, seed: int = 0):
+def parameters(definition, *, seed=0):
     """Random values large enough that every sublayer moves the logits: NumPy, by stored names."""
     rng = np.random.default_rng(seed)
 
@@ -122,13 +122,11 @@ def parameters(definition: nn.ModelDef, *, seed: int = 0):
     return jax.tree.map_with_path(value, definition.abstract, definition.dims)
 
 
-def tokens(shape_BT=(4, 10), *, vocab: int = 251, seed: int = 1) -> np.ndarray:
+def tokens(shape_BT=(4, 10), *, vocab=251, seed=1):
     return np.random.default_rng(seed).integers(0, vocab, shape_BT).astype(np.int32)
 
 
-def define(
-    name: str, *, data: int = 1, fsdp: int = 1, tensor: int = 1, ranks: int | None = None, **changes
-) -> nn.ModelDef:
+def define(name, *, data=1, fsdp=1, tensor=1, ranks=None, **changes):
     """A definition on data x fsdp x tensor devices; `ranks` emulates that many on one."""
     config = model(name, **changes)
     if name in DEPEND_ON_RANKS:
@@ -136,33 +134,33 @@ def define(
     return nn.define(config, mesh=parallel.make_mesh(data=data, fsdp=fsdp, tensor=tensor))
 
 
-def place(params, definition: nn.ModelDef):
+def place(params, definition):
     return jax.device_put(params, jax.tree.map(lambda a: a.sharding, definition.abstract))
 
 
-def placed(definition: nn.ModelDef):
+def placed(definition):
     """`parameters`, on the definition's mesh."""
     return place(parameters(definition), definition)
 
 
-def dense_logits(name: str, ranks: int, **changes) -> np.ndarray:
+def dense_logits(name, ranks, **changes):
     """What the reference computes of `parameters` and `tokens` of the small model, with these
     `changes`, on that many ranks.
     """
     return _dense(reference.logits, name, ranks if _depends_on_ranks(name) else 1, **changes)
 
 
-def dense_gradients(name: str, ranks: int, *, function=reference.loss, **changes):
+def dense_gradients(name, ranks, *, function=reference.loss, **changes):
     """(loss, gradients), likewise."""
     return _dense(function, name, ranks if _depends_on_ranks(name) else 1, **changes)
 
 
-def _depends_on_ranks(name: str) -> bool:
+def _depends_on_ranks(name):
     return TOPOLOGIES[name][2] in ("fresh", "desync", "none")
 
 
 @functools.cache
-def _dense(function, name: str, ranks: int, shape_BT: tuple[int, int] = (4, 10), **changes):
+def _dense(function, name, ranks, shape_BT=(4, 10), **changes):
     definition = define(name, tensor=ranks, **changes)
     of = shape(name, definition.config, ranks=ranks)
     batch = tokens(shape_BT)
@@ -173,7 +171,7 @@ def _dense(function, name: str, ranks: int, shape_BT: tuple[int, int] = (4, 10),
 UNIT_ROUNDOFF = 2.0**-24  # of float32
 
 
-def bound(config: ModelConfig, *, passes: int = 1) -> float:
+def bound(config, *, passes=1):
     """The relative error that float32 rounding may cause, against the largest value.
 
     A sum of n rounded terms errs by about sqrt(n) unit roundoffs (Higham & Mary 2019, probabilistic
@@ -186,13 +184,13 @@ def bound(config: ModelConfig, *, passes: int = 1) -> float:
     return passes * 4 * (2 * config.num_layers + 2) * longest**0.5 * UNIT_ROUNDOFF
 
 
-def error(actual, expected) -> float:
+def error(actual, expected):
     """The largest deviation, relative to the largest value."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-30))
 
 
-def error_but_for_padding(actual, expected) -> float:
+def error_but_for_padding(actual, expected):
     """`error` of two arrays, which may be padded for different meshes; padding must be zero."""
     arrays = np.asarray(actual), np.asarray(expected)
     both = tuple(slice(min(sizes)) for sizes in zip(*(a.shape for a in arrays), strict=True))
@@ -200,7 +198,7 @@ def error_but_for_padding(actual, expected) -> float:
     return error(*(a[both] for a in arrays))
 
 
-def assert_close(found, expected, *, definition: nn.ModelDef, passes: int = 2) -> None:
+def assert_close(found, expected, *, definition, passes=2):
     """(loss, gradients) are the expected ones, to float32's rounding."""
     limit = bound(definition.config, passes=passes)
     assert error(found[0], expected[0]) < limit
@@ -208,9 +206,7 @@ def assert_close(found, expected, *, definition: nn.ModelDef, passes: int = 2) -
     assert max(jax.tree.leaves(errors)) < limit, errors
 
 
-def check_gradients(
-    definition: nn.ModelDef, expected, *, shape_BT: tuple[int, int] = (4, 10), **settings
-) -> str:
+def check_gradients(definition, expected, *, shape_BT=(4, 10), **settings):
     """Of `parameters` and `tokens`, loss and gradients are the expected ones, float32 and placed as
     the parameters. The program's text.
     """
@@ -226,13 +222,13 @@ def check_gradients(
 
 
 def check_case(
-    name: str,
-    form: dict,
+    name,
+    form,
     *,
-    shape_BT: tuple[int, int] = (4, 10),
+    shape_BT=(4, 10),
     function=reference.loss,
     **settings,
-) -> str:
+):
     """`check_gradients` of a topology against the reference's. form: a mesh, or the ranks that one
     device emulates; and changes of the model.
     """
@@ -244,14 +240,14 @@ def check_case(
 
 
 def prefilled(
-    definition: nn.ModelDef,
+    definition,
     tokens,
     lengths,
     *,
-    loop: Loop = Loop.SCAN,
-    quantize: Quantize = Quantize.NONE,
+    loop=Loop.SCAN,
+    quantize=Quantize.NONE,
     **form,
-) -> list[np.ndarray]:
+):
     """[logits [B, vocabulary], *the caches' arrays] of `parameters`, by a prefill of this form."""
     settings = dict(loop=loop, quantize=quantize)
     stored = weights.prepare(definition, placed(definition), **settings)
@@ -261,7 +257,7 @@ def prefilled(
     return [real, *map(np.asarray, jax.tree.leaves(caches))]
 
 
-def programs(definition: nn.ModelDef, **form) -> tuple:
+def programs(definition, **form):
     """(prefill, one decode step)."""
     prefill = decode.prefill(definition, capacity=32, **form)
     return prefill, one_step.decode(definition, **form)
@@ -289,14 +285,14 @@ def check_prefill_and_decode(programs, stored, lengths, full, *, new, limit):
             logits, caches = step(stored, caches, drawn[rows, length], length)
 
 
-def on_mesh(name: str, data: int, tensor: int):
+def on_mesh(name, data, tensor):
     """(definition, the reference's logits); one device has four emulated ranks, where it matters."""
     emulated = data == tensor == 1 and name in DEPEND_ON_RANKS
     definition = define(name, data=data, tensor=tensor, ranks=4 if emulated else None)
     return definition, dense_logits(name, 4 if emulated else tensor)
 
 
-def flip(path) -> None:
+def flip(path):
     """One bit in the middle of a file, or of the largest one below a folder."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     file = max(files, key=lambda file: file.stat().st_size)

@@ -29,7 +29,7 @@ IN_ALL = {
 TENSOR = "{'tensor'}", "{'kv','group'}"  # the second where ranks share key/value heads
 
 
-def lines(text: str):
+def lines(text):
     """(computation, line) of every all-reduce."""
     computation = None
     for line in text.splitlines():
@@ -39,7 +39,7 @@ def lines(text: str):
             yield computation, line
 
 
-def all_reduces(text: str) -> list[tuple[str, str, int, bool]]:
+def all_reduces(text):
     """(direction, computation, operands, over the tensor axis alone) of every sublayer's
     all-reduce.
     """
@@ -53,7 +53,7 @@ def all_reduces(text: str) -> list[tuple[str, str, int, bool]]:
     return found
 
 
-def check(text: str, *, name: str, loop: Loop, directions: tuple[str, ...] = (LAUNCH,)) -> None:
+def check(text, *, name, loop, directions=(LAUNCH,)):
     """The sublayers' all-reduces are as many as the topology needs, in the loop over layers, and
     none was merged.
     """

@@ -8,14 +8,14 @@ marked `full`: `make test-all`.
 import collections
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 
 Pairs = Iterable[tuple[int, int]]  # of columns
 
 
-def array(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = ()) -> list[tuple]:
+def array(*factors, pairs=None, even=()):
     """Rows in which every value appears, and every pair of values of two columns, or of the columns
     in `pairs`.
 
@@ -40,7 +40,7 @@ def array(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = 
     return rows
 
 
-def rows(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = ()) -> list:
+def rows(*factors, pairs=None, even=()):
     """The product for `pytest.mark.parametrize`, what is not in the array marked `full`."""
     return marked(
         itertools.product(*map(tuple, factors)), chosen=array(*factors, pairs=pairs, even=even)
@@ -52,7 +52,7 @@ def full(*row):
     return pytest.param(*row, marks=pytest.mark.full)
 
 
-def marked(product: Iterable[tuple], *, chosen: Sequence[tuple]) -> list:
+def marked(product, *, chosen):
     """These rows for `pytest.mark.parametrize`, `chosen` first, the others marked `full`."""
     each = {str(row): row for row in product}.values()
     others = [row for row in each if row not in chosen]
@@ -62,7 +62,7 @@ def marked(product: Iterable[tuple], *, chosen: Sequence[tuple]) -> list:
     ]
 
 
-def uncovered(chosen: Sequence[tuple], *factors: Iterable, pairs: Pairs | None = None) -> set:
+def uncovered(chosen, *factors, pairs=None):
     """What these rows lack: (column, value, column, value)."""
     covered = functools.partial(_covered, columns=_columns(len(factors), pairs))
     return set().union(*map(covered, itertools.product(*map(tuple, factors)))) - set().union(
@@ -70,7 +70,7 @@ def uncovered(chosen: Sequence[tuple], *factors: Iterable, pairs: Pairs | None =
     )
 
 
-def _columns(count: int, pairs: Pairs | None) -> list[tuple[int, int]]:
+def _columns(count, pairs):
     """Those to cover; a column of its own covers single values."""
     return [
         *(itertools.combinations(range(count), 2) if pairs is None else pairs),
@@ -78,5 +78,5 @@ def _columns(count: int, pairs: Pairs | None) -> list[tuple[int, int]]:
     ]
 
 
-def _covered(row: tuple, *, columns: Sequence[tuple[int, int]]) -> set:
+def _covered(row, *, columns):
     return {(i, str(row[i]), j, str(row[j])) for i, j in columns}

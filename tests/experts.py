@@ -9,7 +9,7 @@ import autograd.numpy as np
 import jax
 
 from ladder_jax import nn, parallel
-from ladder_jax.config import ExpertParallelism, ModelConfig, Quantize
+from ladder_jax.config import ExpertParallelism, Quantize
 from tests import cases, reference
 
 # name of the test: (model.residual, model.ladder_layers, the reference's kind, number and layers)
@@ -44,9 +44,7 @@ FIRST_DENSE = {
 }
 
 
-def model(
-    name: str = "ladder", kind: str = "shared", *, dense_layers: int = 0, **changes
-) -> ModelConfig:
+def model(name="ladder", kind="shared", *, dense_layers=0, **changes):
     """Three small layers in float32."""
     residual, ladder_layers, *_ = TOPOLOGIES[name]
     moe = dict(dense_layers=dense_layers) | (KINDS | FIRST_DENSE)[kind]
@@ -56,35 +54,35 @@ def model(
 
 
 def define(
-    name: str,
-    kind: str = "shared",
+    name,
+    kind="shared",
     *,
-    data: int = 1,
-    fsdp: int = 1,
-    tensor: int = 1,
-    experts: ExpertParallelism = ExpertParallelism.REDUCE,
+    data=1,
+    fsdp=1,
+    tensor=1,
+    experts=ExpertParallelism.REDUCE,
     **changes,
-) -> nn.ModelDef:
+):
     mesh = parallel.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
     return nn.define(model(name, kind, **changes), mesh=mesh, experts=experts)
 
 
 def exchanging(
-    name: str,
-    kind: str = "shared",
+    name,
+    kind="shared",
     *,
-    tensor: int = 4,
-    capacity: float | None = None,
-    experts: ExpertParallelism = ExpertParallelism.EXCHANGE,
+    tensor=4,
+    capacity=None,
+    experts=ExpertParallelism.EXCHANGE,
     **changes,
-) -> nn.ModelDef:
+):
     """Whose tensor ranks exchange rows: all of them, unless a capacity is given."""
     moe = KINDS[kind]
     moe = {**moe, "capacity": capacity or moe["experts"] / moe["top_k"]}
     return define(name, kind, tensor=tensor, moe=moe, experts=experts, **changes)
 
 
-def shape(name: str, config: ModelConfig) -> reference.Shape:
+def shape(name, config):
     _, _, topology, number, ladder = TOPOLOGIES[name]
     if topology == "farskip" and not config.moe.shared_width:
         topology = "ladder"
@@ -93,7 +91,7 @@ def shape(name: str, config: ModelConfig) -> reference.Shape:
     return dataclasses.replace(dense, kind=topology, number=number, ladder=ladder, experts=experts)
 
 
-def tokens() -> np.ndarray:
+def tokens():
     """[4, 17]: 16 positions, which every number of ranks divides."""
     return cases.tokens((4, 17))
 
@@ -131,30 +129,30 @@ def penalties(layers, seen, shape, *, real=1.0, load_balance=LOAD_BALANCE, z_los
 
 
 @functools.cache
-def dense_gradients(name: str, kind: str, **changes):
+def dense_gradients(name, kind, **changes):
     """(loss, gradients) of `cases.parameters` and `tokens` by the reference."""
     return _dense(loss, name, kind, gradient=True, **changes)
 
 
 @functools.cache
-def dense_logits(name: str, kind: str, **changes) -> np.ndarray:
+def dense_logits(name, kind, **changes):
     return _dense(reference.logits, name, kind, **changes)
 
 
-def _dense(function, name: str, kind: str, *, gradient: bool = False, **changes):
+def _dense(function, name, kind, *, gradient=False, **changes):
     definition = define(name, kind, **changes)
     of = shape(name, definition.config)
     params = cases.parameters(definition)
     return reference.evaluate(function, params, tokens(), of, gradient=gradient)
 
 
-def check_gradients(definition: nn.ModelDef, expected, **settings) -> str:
+def check_gradients(definition, expected, **settings):
     """`cases.check_gradients`, with the routers' losses."""
     losses = dict(load_balance=LOAD_BALANCE, router_z_loss=Z_LOSS)
     return cases.check_gradients(definition, expected, shape_BT=(4, 17), **losses, **settings)
 
 
-def check_prefill(name: str, definition: nn.ModelDef, lengths, *, quantize=Quantize.NONE, **form):
+def check_prefill(name, definition, lengths, *, quantize=Quantize.NONE, **form):
     """The logits of prompts of these lengths are the reference's: of 8 bits, of the matrices that
     these stand for.
     """

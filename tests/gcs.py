@@ -8,10 +8,10 @@ import re
 import urllib.parse
 
 from tests import s3
-from tests.s3 import Bucket, ranged
+from tests.s3 import ranged
 
 
-def environment(address: str) -> dict:
+def environment(address):
     """In which the libraries find the Bucket called "bucket"."""
     return {
         "TENSORSTORE_GCS_HTTP_URL": address,
@@ -20,7 +20,7 @@ def environment(address: str) -> dict:
     }
 
 
-def answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: bytes):
+def answer(bucket, method, path, query, headers, body):
     """(status, content, headers). No list is asked for here."""
     error = lambda status: (status, {"error": {"code": status, "message": "no"}}, {})
     match = query.get("ifGenerationMatch")

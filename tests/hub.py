@@ -5,7 +5,6 @@ huggingface_hub ask.
 import contextlib
 import hashlib
 import json
-import pathlib
 import re
 import urllib.parse
 
@@ -15,7 +14,7 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 @contextlib.contextmanager
-def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "datasets"):
+def served(folder, *, name="someone/pages", kind="datasets"):
     """Gives the address and the list of what was asked. `main` is COMMIT. kind: datasets or
     models.
     """

@@ -8,7 +8,7 @@ from ladder_jax.errors import UserError
 
 
 @contextlib.contextmanager
-def refused(said: str):
+def refused(said):
     """The block must raise a UserError, of one line, in which the regular expression `said` is
     found.
     """

@@ -25,11 +25,11 @@ class Bucket:
         self.requests: list[str] = []
         self.away = False  # then every request is answered with 503
 
-    def get(self, name: str) -> tuple[int, bytes | None]:
+    def get(self, name):
         with self.lock:
             return self.objects.get(name, (0, None))
 
-    def put(self, name: str, content: bytes, *, match: int | None = None) -> int | None:
+    def put(self, name, content, *, match=None):
         """The object's generation; None where the one before is not `match` (0: there is none)."""
         with self.lock:
             if match not in (None, self.objects.get(name, (0,))[0]):
@@ -38,22 +38,22 @@ class Bucket:
             self.objects[name] = self.generation, bytes(content)
             return self.generation
 
-    def delete(self, name: str) -> None:
+    def delete(self, name):
         with self.lock:
             self.objects.pop(name, None)
 
-    def leave(self, seconds: float) -> None:
+    def leave(self, seconds):
         """Is away for so long."""
         self.away = True
         threading.Timer(seconds, setattr, (self, "away", False)).start()
 
-    def sorted(self, prefix: str = "") -> list[tuple[str, tuple[int, bytes]]]:
+    def sorted(self, prefix=""):
         with self.lock:
             return [item for item in sorted(self.objects.items()) if item[0].startswith(prefix)]
 
 
 @contextlib.contextmanager
-def listening(bucket: Bucket, answer):
+def listening(bucket, answer):
     """Yields the address of an HTTP server that `answer(method, path, query, headers, body)`
     answers for.
     """
@@ -96,7 +96,7 @@ def listening(bucket: Bucket, answer):
         server.server_close()
 
 
-def environment(address: str) -> dict:
+def environment(address):
     """In which the libraries find the Bucket called "bucket"."""
     return {
         "AWS_ENDPOINT_URL": address,
@@ -107,7 +107,7 @@ def environment(address: str) -> dict:
     }
 
 
-def answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: bytes):
+def answer(bucket, method, path, query, headers, body):
     """(status, content, headers)."""
     name, _, key = urllib.parse.unquote(path.lstrip("/")).partition("/")
     if name != "bucket":
@@ -146,7 +146,7 @@ def answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: b
     return ranged(content, headers.get("Range"), about)
 
 
-def ranged(content: bytes, asked: str | None, about: dict):
+def ranged(content, asked, about):
     """The answer with the bytes that a Range header asks for, in the form that tensorstore has."""
     found = re.fullmatch(r"bytes=(\d+)-(\d+)", asked or "")
     if not found:
@@ -157,11 +157,11 @@ def ranged(content: bytes, asked: str | None, about: dict):
     return 206, part, {**about, "Content-Range": place}
 
 
-def etag(content: bytes) -> str:
+def etag(content):
     return f'"{hashlib.md5(content).hexdigest()}"'
 
 
-def _list(bucket: Bucket, query: dict) -> str:
+def _list(bucket, query):
     """All at once: no page has an end here. What follows a delimiter is grouped."""
     prefix = query.get("prefix", "")
     delimiter = query.get("delimiter")
@@ -180,7 +180,7 @@ def _list(bucket: Bucket, query: dict) -> str:
     return f"<ListBucketResult>{about}{''.join(said.values())}</ListBucketResult>"
 
 
-def _xml(text: str):
+def _xml(text):
     return (
         200,
         f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode(),
@@ -188,5 +188,5 @@ def _xml(text: str):
     )
 
 
-def _error(status: int, code: str, message: str):
+def _error(status, code, message):
     return status, _xml(f"<Error><Code>{code}</Code><Message>{message}</Message></Error>")[1], {}

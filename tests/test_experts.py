@@ -91,7 +91,7 @@ def test_gradients(name, kind, mesh, loop, remat, parts):
     assert len(norms) == (two_a_layer if dense_first else 0), norms
 
 
-def sublayer(router, kind: str = "routed"):
+def sublayer(router, kind="routed"):
     """(the sublayer on 4 ranks as a function, its parameters, 12 tokens, its router replaced)."""
     definition = experts.define("ladder", kind, tensor=4, num_layers=1)
     rng = np.random.default_rng(0)

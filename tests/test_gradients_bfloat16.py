@@ -60,19 +60,19 @@ SIZED = covering.marked(
 )
 
 
-def batch(rows: int) -> np.ndarray:
+def batch(rows):
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 251, (rows, LENGTH + 1)).astype(np.int32)
     return np.where(rng.random(tokens.shape) < 0.4, COMMON, tokens).astype(np.int32)
 
 
-def plan_of(model: str, mesh: dict) -> Retraining:
+def plan_of(model, mesh):
     residual, changes, lora = MODELS[model]
     define = experts.define if "moe" in changes else cases.define
     return Retraining(define(residual, **mesh, **SMALL, **changes), lora=lora)
 
 
-def values(plan: Retraining):
+def values(plan):
     """(what trains, what is fixed) as NumPy arrays."""
     params = cases.parameters(plan.definition)
     if not plan.lora.rank:
@@ -82,7 +82,7 @@ def values(plan: Retraining):
     return {ADAPTERS: jax.tree.map(draw, plan.abstract[ADAPTERS])}, {"model": params}
 
 
-def found(plan: Retraining, settings: dict, rows: int):
+def found(plan, settings, rows):
     """The package's gradients."""
     trained, fixed = values(plan)
     place = lambda tree, like: jax.device_put(tree, jax.tree.map(lambda a: a.sharding, like))
@@ -94,7 +94,7 @@ def found(plan: Retraining, settings: dict, rows: int):
 
 
 @functools.cache
-def expected(model: str, parts: int, ranks: int, rows: int):
+def expected(model, parts, ranks, rows):
     """(the exact gradient, samples with rounding) of what trains."""
     plan = plan_of(model, dict(tensor=ranks))
     residual, config = MODELS[model][0], plan.definition.config
@@ -118,7 +118,7 @@ def expected(model: str, parts: int, ranks: int, rows: int):
     return of_factors(exact), [of_factors(sample) for sample in samples]
 
 
-def ratios(gradients, exact, samples) -> dict[str, float]:
+def ratios(gradients, exact, samples):
     """Each parameter's error, in root mean squares of the samples' errors; of tables, rows of their
     own beside.
     """
@@ -142,7 +142,7 @@ def ratios(gradients, exact, samples) -> dict[str, float]:
     return measured
 
 
-def ratio(error, *samples) -> float:
+def ratio(error, *samples):
     norm = np.linalg.norm
     return float(norm(error) / np.sqrt(np.mean([norm(sample) ** 2 for sample in samples])))
 

@@ -23,7 +23,7 @@ D = 8
 F = 6
 
 
-def over(ranks: int, function, *specs):
+def over(ranks, function, *specs):
     mesh = jax.make_mesh(
         (ranks,), AXES, (jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks]
     )
@@ -91,7 +91,7 @@ def test_a_ring_is_a_product_and_a_scatter(ranks):
     close(of_bias, np.broadcast_to(g.sum((0, 1)), bias.shape), terms=ROWS * ranks * CHUNK)
 
 
-def permutes(function, *args) -> int:
+def permutes(function, *args):
     """How many there are; and nothing else communicates."""
     text = str(jax.make_jaxpr(function)(*args))
     assert not any(

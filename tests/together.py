@@ -5,14 +5,13 @@ most of its work.
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable
 
 import jax
 
 ROWS = 16  # that are compiled as one: of more, one test that is asked for alone would wait long
 
 
-def together(make: Callable, params: Iterable) -> Callable:
+def together(make, params):
     """A function of a row of `params` (pytest's) that gives its program's result, and its lines of
     the text.
 
@@ -31,7 +30,7 @@ def together(make: Callable, params: Iterable) -> Callable:
     return lambda *row: of_batch(places[row])[row]
 
 
-def _run(made: list) -> list[tuple]:
+def _run(made):
     """Each one's (result, lines of the optimised program that are its own, or nobody's)."""
     results = [None] * len(made)
     meshes = {}
@@ -49,7 +48,7 @@ def _run(made: list) -> list[tuple]:
     return results
 
 
-def _compile(made: list):
+def _compile(made):
     functions, arguments = zip(*made)
 
     def all_of_them(arguments):

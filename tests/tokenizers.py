@@ -1,7 +1,6 @@
 """Tiny tokenizers of both families, trained on a sentence, and folders of them."""
 
 import json
-import pathlib
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -24,7 +23,7 @@ assistant:{% endif %}
 """
 
 
-def byte_level() -> tokenizers.Tokenizer:
+def byte_level():
     """As GPT-2 and Llama 3: every byte a character, special tokens around."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,7 +41,7 @@ def byte_level() -> tokenizers.Tokenizer:
     return made
 
 
-def byte_fallback() -> tokenizers.Tokenizer:
+def byte_fallback():
     """As Llama 2: spaces are visible, what the vocabulary lacks is bytes."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence(
@@ -63,7 +62,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return made
 
 
-def metaspace() -> tokenizers.Tokenizer:
+def metaspace():
     """As `byte_fallback`, by the one decoder that does it all."""
     made = byte_fallback()
     made.normalizer, made.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -73,9 +72,7 @@ def metaspace() -> tokenizers.Tokenizer:
     return made
 
 
-def folder(
-    path: pathlib.Path, *, made: tokenizers.Tokenizer | None = None, template: str | None = TEMPLATE
-) -> str:
+def folder(path, *, made=None, template=TEMPLATE):
     """A folder as Hugging Face's libraries write it."""
     path.mkdir(exist_ok=True)
     (made or byte_level()).save(str(path / "tokenizer.json"))
@@ -86,5 +83,5 @@ def folder(
     return str(path)
 
 
-def _train(made: tokenizers.Tokenizer, **settings) -> None:
+def _train(made, **settings):
     made.train_from_iterator(SENTENCES * 3, trainers.BpeTrainer(show_progress=False, **settings))

@@ -17,7 +17,7 @@ import tempfile
 import traceback
 
 from ladder_jax.errors import UserError, one_line
-from tests.fuzz.readers import READERS, Reader
+from tests.fuzz.readers import READERS
 
 SECONDS = 5
 BYTES = 2**30
@@ -28,7 +28,7 @@ class Late(BaseException):
     """An input took more than SECONDS. (One that took more than BYTES is a MemoryError.)"""
 
 
-def main(names: list[str], first: int, last: int) -> int:
+def main(names, first, last):
     signal.signal(signal.SIGPROF, _late)
     failed = 0
     for name in names:
@@ -39,7 +39,7 @@ def main(names: list[str], first: int, last: int) -> int:
     return int(failed > 0)
 
 
-def _feed(name: str, reader: Reader, folder: pathlib.Path, inputs: range) -> int:
+def _feed(name, reader, folder, inputs):
     reader.make(folder)
     whole = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     # imports what is imported late, which is no input's time or memory
@@ -65,7 +65,7 @@ def _feed(name: str, reader: Reader, folder: pathlib.Path, inputs: range) -> int
     return errors
 
 
-def _outcome(reader: Reader, folder: pathlib.Path, changed: str) -> str | None:
+def _outcome(reader, folder, changed):
     """What went wrong; None if the reader accepted the files, or refused them in one line."""
     try:
         reader.read(folder, changed)

@@ -74,7 +74,7 @@ OPENERS = [b"[", b"{", b'{"a":', b" ", b"\n", b"\x00"]
 Mutation = Callable[[random.Random, bytes], bytes]
 
 
-def octets(rng: random.Random, content: bytes) -> bytes:
+def octets(rng, content):
     """Up to four pieces, inserted or in place of others."""
     data = bytearray(content)
     for _ in range(rng.randint(1, 4)):
@@ -95,7 +95,7 @@ def octets(rng: random.Random, content: bytes) -> bytes:
     return bytes(data)
 
 
-def value(rng: random.Random, depth: int = 0):
+def value(rng, depth=0):
     """A JSON value that no reader expects."""
     kinds = [
         lambda: rng.choice([None, True, False]),
@@ -121,7 +121,7 @@ def _nodes(tree, parent=None, key=None):
         yield from _nodes(child, tree, name)
 
 
-def tree(rng: random.Random, content):
+def tree(rng, content):
     """Up to three changes of a parsed JSON value."""
     content = json.loads(json.dumps(content))
     for _ in range(rng.randint(1, 3)):
@@ -144,13 +144,13 @@ def tree(rng: random.Random, content):
     return content
 
 
-def json_text(rng: random.Random, content: bytes) -> bytes:
+def json_text(rng, content):
     if rng.random() < 0.25:
         return octets(rng, content)
     return json.dumps(tree(rng, json.loads(content))).encode()
 
 
-def json_lines(rng: random.Random, content: bytes) -> bytes:
+def json_lines(rng, content):
     lines = content.split(b"\n")
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(lines))
@@ -162,7 +162,7 @@ def json_lines(rng: random.Random, content: bytes) -> bytes:
     return b"\n".join(lines)
 
 
-def zipped(rng: random.Random, content: bytes) -> bytes:
+def zipped(rng, content):
     """Either the lines are changed, or the gzip file of them."""
     if rng.random() < 0.5:
         return gzip.compress(json_lines(rng, content), 1)
@@ -176,7 +176,7 @@ BOMB = [
 ]
 
 
-def yaml_text(rng: random.Random, content: bytes) -> bytes:
+def yaml_text(rng, content):
     lines = content.split(b"\n")
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(lines))
@@ -196,7 +196,7 @@ def yaml_text(rng: random.Random, content: bytes) -> bytes:
     return octets(rng, text) if rng.random() < 0.2 else text
 
 
-def safetensors(rng: random.Random, content: bytes) -> bytes:
+def safetensors(rng, content):
     """The header is changed as JSON, or as bytes."""
     if rng.random() < 0.4:
         return octets(rng, content)
@@ -206,7 +206,7 @@ def safetensors(rng: random.Random, content: bytes) -> bytes:
     return stated.to_bytes(8, "little") + header + content[8 + length :]
 
 
-def gguf(rng: random.Random, content: bytes) -> bytes:
+def gguf(rng, content):
     """Mostly the header, where all lengths, types and names are."""
     if rng.random() < 0.1:
         return octets(rng, content)

@@ -15,7 +15,7 @@ def small(tmp_path_factory):
     )
 
 
-def refused(path, *, by=pretrained.open) -> str:
+def refused(path, *, by=pretrained.open):
     """The one line that says why there is no such model."""
     with pytest.raises(UserError) as refusal:
         by(path)

@@ -6,7 +6,6 @@ package.
 """
 
 import json
-import pathlib
 
 import gguf
 import numpy as np
@@ -34,7 +33,7 @@ _NAMES = {
 }
 
 
-def name_of(theirs: str) -> str:
+def name_of(theirs):
     """model.layers.3.self_attn.q_proj.weight -> blk.3.attn_q.weight"""
     stem, _, ending = theirs.rpartition(".")
     if not stem.startswith("model.layers."):
@@ -43,24 +42,24 @@ def name_of(theirs: str) -> str:
     return f"blk.{layer}.{_NAMES[below]}.{ending}"
 
 
-def interleaved(rows: np.ndarray, *, heads: int) -> np.ndarray:
+def interleaved(rows, *, heads):
     """Row i of the first half of a head to 2i, of the second half to 2i + 1."""
     halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(rows.shape)
 
 
 def write(
-    file: pathlib.Path,
-    name: str,
+    file,
+    name,
     *,
-    kind: Kind = Kind.F32,
-    architecture: str | None = None,
-    tokenizer: tokenizers.Tokenizer | None = None,
-    settings: dict | None = None,
-    tensors: dict[str, np.ndarray | None] | None = None,
-    seed: int = 0,
+    kind=Kind.F32,
+    architecture=None,
+    tokenizer=None,
+    settings=None,
+    tensors=None,
+    seed=0,
     **changes,
-) -> pathlib.Path:
+):
     """The model called `name`; its matrices of type `kind`, where their rows can be, the rest
     float32.
 
@@ -111,7 +110,7 @@ def write(
     return file
 
 
-def _vocabulary(tokenizer: tokenizers.Tokenizer | None) -> dict:
+def _vocabulary(tokenizer):
     """As converters store a byte-level tokenizer; without one, a vocabulary of bytes and three
     special tokens.
     """
@@ -135,7 +134,7 @@ def _vocabulary(tokenizer: tokenizers.Tokenizer | None) -> dict:
     }
 
 
-def small() -> tokenizers.Tokenizer:
+def small():
     """Of 100 tokens, which know only letters: for models of 129."""
     model = {tiny.BEGIN: 0, tiny.END: 1} | {
         chr(code): index for index, code in enumerate(range(0x21, 0x7F), start=2)

@@ -1,7 +1,6 @@
 """Models of our own topologies, made of the tiny Llama's weights."""
 
 import dataclasses
-import pathlib
 
 from ladder_jax import pretrained
 from ladder_jax.pretrained import source
@@ -30,7 +29,7 @@ TOPOLOGIES = {
 LAYERS = 4
 
 
-def make(folder: pathlib.Path, name: str, **more) -> source.Source:
+def make(folder, name, **more):
     """Four layers: enough for delays to reach over several."""
     family, residual, ladder_layers = TOPOLOGIES[name]
     types = {"layer_types": ["full_attention"] * LAYERS} if family == "qwen3" else {}

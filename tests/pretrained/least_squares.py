@@ -22,7 +22,7 @@ READERS = {"attention": ("query", "key", "value"), "mlp": ("gate", "up", *EXPERT
 WRITERS = {"attention": "out", "mlp": "down"}
 
 
-def as_source(params, model) -> Source:
+def as_source(params, model):
     """In memory, as no file has it."""
     arrays = {}
     for name, stack in traverse_util.flatten_dict(params, sep="/").items():
@@ -34,7 +34,7 @@ def as_source(params, model) -> Source:
     return Source("in memory", model, {key: stored(array) for key, array in arrays.items()})
 
 
-def check(params, model, shape: reference.Shape, *, projections: FittedProjections, **mesh):
+def check(params, model, shape, *, projections, **mesh):
     """The fitted arrays of `params` are the wanted ones, gains became ones, and nothing else is
     touched.
     """
@@ -65,7 +65,7 @@ def check(params, model, shape: reference.Shape, *, projections: FittedProjectio
     assert changed == gains | {key(*array) for array in wanted}
 
 
-def expected(params, shape: reference.Shape, *, both: bool = False):
+def expected(params, shape, *, both=False):
     """The fitted arrays, {(layer, array): values}. Each M is the solution of one stacked
     least-squares problem.
     """
@@ -133,7 +133,7 @@ def expected(params, shape: reference.Shape, *, both: bool = False):
     return found
 
 
-def normalised(x, eps) -> np.ndarray:
+def normalised(x, eps):
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
     return x.reshape(-1, x.shape[-1])
 
@@ -164,7 +164,7 @@ def at(tree, path):
     return tree
 
 
-def hidden(layers, sublayer, output) -> np.ndarray:
+def hidden(layers, sublayer, output):
     """What the output projection reads, [n, M]: its output where it copies that, without bias."""
     writes = WRITERS[sublayer]
     own = {name: array for name, array in layers[sublayer].items() if name != f"{writes}_bias"}

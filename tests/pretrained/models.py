@@ -6,7 +6,6 @@ the package.
 """
 
 import json
-import pathlib
 
 import numpy as np
 import safetensors.numpy
@@ -155,13 +154,13 @@ _SORTED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose tensors are drawn in the order of their names."""
 
 
-def config(name: str, **changes) -> dict:
+def config(name, **changes):
     """The contents of a `config.json`; a change to `...` leaves the field out."""
     told = {"model_type": name.partition(" ")[0], **_SHAPE, **(CONFIGS | WITH_EXPERTS)[name]}
     return {field: value for field, value in (told | changes).items() if value is not ...}
 
 
-def shapes(told: dict) -> dict[str, tuple[int, ...]]:
+def shapes(told):
     """What transformers has in a model of this configuration, [out, in]; of experts, as the Hub's
     checkpoints.
     """
@@ -229,7 +228,7 @@ def shapes(told: dict) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def weights(told: dict, *, seed: int = 0, dtype=np.float32) -> dict[str, np.ndarray]:
+def weights(told, *, seed=0, dtype=np.float32):
     """Random values large enough that every sublayer moves the logits."""
     rng = np.random.default_rng(seed)
     named = shapes(told).items()
@@ -238,7 +237,7 @@ def weights(told: dict, *, seed: int = 0, dtype=np.float32) -> dict[str, np.ndar
     return {name: drawn(rng, name, shape).astype(dtype) for name, shape in named}
 
 
-def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def drawn(rng, name, shape):
     """A tensor of that name: gains of norms are around 1; a matrix [out, in] keeps the size of what
     it multiplies.
     """
@@ -251,14 +250,14 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
 
 
 def write(
-    folder: pathlib.Path,
-    name: str,
+    folder,
+    name,
     *,
     values=np.float32,
-    tensors: dict | None = None,
-    more: dict | None = None,
+    tensors=None,
+    more=None,
     **changes,
-) -> pathlib.Path:
+):
     """The model called `name`, one file of dtype `values`, or of `tensors`; `more` adds some, or
     replaces them.
     """
@@ -273,7 +272,7 @@ def write(
     return folder
 
 
-def tokens() -> np.ndarray:
+def tokens():
     """[2, 24], longer than Llama 3's original context here, so that its stretched positions
     count.
     """

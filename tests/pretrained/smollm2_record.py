@@ -31,12 +31,12 @@ def model():
     return record.opened(file.parent, gguf_file=file.name)
 
 
-def logits(tokens: np.ndarray) -> np.ndarray:
+def logits(tokens):
     """[B, T, V] of tokens [B, T]."""
     return record.run(model(), tokens).logits.numpy()
 
 
-def greedy(prompt: list[int]) -> list[int]:
+def greedy(prompt):
     import torch
 
     settings = dict(
@@ -49,12 +49,12 @@ def greedy(prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def known(tokenizer) -> np.ndarray:
+def known(tokenizer):
     """[1, 32] tokens of the licence's text."""
     return np.array([tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:32]], np.int32)
 
 
-def main() -> None:
+def main():
     from tests.pretrained.test_smollm2 import tokenizer
 
     read = tokenizer()
