@@ -107,7 +107,7 @@ def test_a_cache_without_room():
     definition = cases.define("ladder")
     stored = weights.prepare(definition, cases.placed(definition), loop=Loop.UNROLLED)
     for chunk in (4, 9):  # 9: one pass
-        with refused("capacity must be at least 9, not 8"):
+        with refused("a cache of 8 positions has no room for 9 tokens"):
             decode.prefill_in_chunks(
                 definition, stored, cases.tokens((1, 9)), np.array([9]), capacity=8, chunk=chunk
             )

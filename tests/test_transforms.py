@@ -5,7 +5,9 @@ A CPU has none in the library's table, so it is given one here.
 """
 
 import concurrent.futures
+import gc
 import importlib.util
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -196,3 +198,13 @@ def test_every_compiled_function_is_one_inside_a_trace():
     assert not x.is_deleted()
     assert float(program(x, y)[0][0]) == 2
     assert x.is_deleted()
+
+
+def test_a_sweep_over_models_keeps_the_newest_programs():
+    made = lambda width: nn.compiled_logits(cases.define("ladder", d_ff=width))
+    oldest = weakref.ref(made(8))
+    for width in range(16, 530, 8):
+        made(width)
+    gc.collect()
+    assert oldest() is None
+    assert made(528) is made(528)

@@ -1,6 +1,5 @@
 """Text from a model: prefill, then the token loop, a chunk of tokens at a time."""
 
-import functools
 from collections.abc import Generator as GeneratorOf, Sequence
 
 import jax
@@ -25,6 +24,7 @@ from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import RunFailed, UserError, described
 from ladder_jax.nn import ModelDef, Params, Transformer
 from ladder_jax.nn.model_def import check_model
+from ladder_jax.parallel import cache_programs
 
 DEFAULT = DecodeConfig()
 
@@ -170,7 +170,7 @@ def parts_of(
     return model, params
 
 
-@functools.cache
+@cache_programs
 def _advance(definition):
     """A compiled (new tokens [B, n], lengths [B]) -> (last tokens [B], lengths [B]), laid out for
     `decode_many`.

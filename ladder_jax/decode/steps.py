@@ -13,7 +13,6 @@ heads than ranks, several ranks hold the same head. The order of its dimensions 
 attention kernel's: `ModelDef.kernel.cache_dims`.
 """
 
-import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -32,9 +31,9 @@ from ladder_jax.config import (
     Phase,
     Quantize,
 )
+from ladder_jax.config.fields import check
 from ladder_jax.decode import sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
-from ladder_jax.errors import UserError, whole
 from ladder_jax.nn import Cache, ModelDef, Params
 from ladder_jax.nn.attention import Kernel
 from ladder_jax.nn.parameter import root_key
@@ -43,6 +42,7 @@ from ladder_jax.parallel import (
     Overlap,
     Traits,
     apart,
+    cache_programs,
     on_mesh,
     over_ranks,
     pvary,
@@ -59,7 +59,7 @@ Caches = tuple[Cache, ...] | Cache  # one a layer, or stacked for a scan
 UNIT = 32  # the shortest padded prompt, and the unit of a cache's length, in tokens
 
 
-@functools.cache
+@cache_programs
 def prefill(
     definition: ModelDef,
     *,
@@ -79,10 +79,10 @@ def prefill(
     `sequence_parallel`, T is divisible by the tensor ranks: see residual/wires/sequence.py. Raises
     UserError where `launch` is explicit and is not supported, and for a `capacity` below T.
     """
-    if sequence_parallel and launch is Launch.EXPLICIT:
-        raise UserError(
-            "launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'"
-        )
+    check(
+        not sequence_parallel or launch is not Launch.EXPLICIT,
+        "launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'",
+    )
     launch = (
         Launch.CHAINED if sequence_parallel else _launch(definition, launch, interleave=interleave)
     )
@@ -98,7 +98,7 @@ def prefill(
     zeros = lambda shape, dtype, dims: pvary(jnp.zeros(shape, dtype), layout.own_axes(dims))
 
     def local(params, tokens, lengths):
-        whole("capacity", capacity, least=tokens.shape[1])
+        _check_room(capacity, tokens.shape[1])
         caches = _caches(
             definition,
             zeros,
@@ -126,7 +126,7 @@ def prefill(
     )
 
 
-@functools.cache
+@cache_programs
 def extend(
     definition: ModelDef,
     *,
@@ -203,7 +203,7 @@ def prefill_chunks(
         program = prefill(definition, capacity=capacity, interleave=interleave, **form)
         return program(params, jax.device_put(tokens, sharding("BT")), ends)
     length = max(int(lengths.max()), chunk)  # the rest is padding in every row
-    whole("capacity", capacity, least=length)  # jax would write the last chunk over the one before
+    _check_room(capacity, length)  # jax would write the last chunk over the one before
     program = extend(definition, interleave=interleave, **form)
     caches = make_cache(definition, rows=len(tokens), capacity=capacity, loop=loop)()
     logits = None
@@ -222,6 +222,10 @@ def prefill_chunks(
     return logits, caches
 
 
+def _check_room(capacity, length):
+    check(capacity >= length, f"a cache of {capacity} positions has no room for {length} tokens")
+
+
 def run_to_end[T](generator: Generator[None, None, T]) -> T:
     """What the generator returns, after all its steps."""
     while True:
@@ -231,14 +235,14 @@ def run_to_end[T](generator: Generator[None, None, T]) -> T:
             return end.value
 
 
-@functools.cache
+@cache_programs
 def _replace_rows(definition):
     """A compiled (new [B, V], old [B, V], replaced [B] bool) -> [B, V]."""
     local = lambda new, old, replaced: jnp.where(replaced[:, None], new, old)
     return compiled(definition, local, in_dims=("BV", "BV", "B"), out_dims="BV")
 
 
-@functools.cache
+@cache_programs
 def seen_in(definition: ModelDef) -> Callable:
     """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens that right-padded
     rows hold.
@@ -259,7 +263,7 @@ def seen_in(definition: ModelDef) -> Callable:
     return compiled(definition, local, in_dims=("BT", "B"), out_dims="BV")
 
 
-@functools.cache
+@cache_programs
 def sample_first(definition: ModelDef, *, choice: Choice = Choice.SAMPLED) -> Callable:
     """A compiled (logits [B, V], settings, positions [B], seen [B, V]) -> (tokens [B],
     log-probabilities [B] or None).
@@ -275,7 +279,7 @@ def sample_first(definition: ModelDef, *, choice: Choice = Choice.SAMPLED) -> Ca
     return compiled(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=out_dims)
 
 
-@functools.cache
+@cache_programs
 def decode_many(
     definition: ModelDef,
     *,
@@ -374,7 +378,7 @@ def padded_length(length: int, *, positions: int) -> int:
     return min(max(UNIT, 1 << (length - 1).bit_length()), positions)
 
 
-@functools.cache
+@cache_programs
 def make_cache(
     definition: ModelDef, *, rows: int, capacity: int, loop: Loop
 ) -> Callable[[], Caches]:

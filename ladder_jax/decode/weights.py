@@ -25,7 +25,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, quantized
 from ladder_jax.nn.parameter import is_matrix, is_rounded, stacks
 from ladder_jax.nn.quantized import Int8
-from ladder_jax.parallel import apart, mesh, on_own_mesh
+from ladder_jax.parallel import apart, cache_programs, mesh, on_own_mesh
 
 if TYPE_CHECKING:
     from ladder_jax.checkpoint import Key
@@ -254,7 +254,7 @@ def _in_memory(definition, params, *, loop, quantize):
     return stored
 
 
-@functools.cache
+@cache_programs
 def _converter(layout, quantize, dtype, dims):
     """A compiled (arrays or stacks, layer or None) -> the arrays as they are stored. One for all
     layers of a stack. `dims` and the arrays are tuples, or one of each.

@@ -3,7 +3,6 @@ them.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +17,7 @@ from ladder_jax.decode.generate import parts_of
 from ladder_jax.decode.request import check_prompts
 from ladder_jax.errors import RunFailed, UserError, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
-from ladder_jax.parallel import Compiled
+from ladder_jax.parallel import Compiled, cache_programs
 
 # rows are padded to this or to a power of two above it, so that few programs are compiled
 SHORTEST = 32
@@ -146,7 +145,7 @@ def _power_of_two(least: int) -> int:
     return 2 ** (least - 1).bit_length()
 
 
-@functools.cache
+@cache_programs
 def compiled_scores(definition: ModelDef) -> Compiled:
     """A compiled (params, tokens [B, T], targets [B, T]) -> (log-probabilities float32, greedy
     bool), both [B, T].

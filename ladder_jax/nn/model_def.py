@@ -31,7 +31,7 @@ from ladder_jax.nn import attention, parameter
 from ladder_jax.nn.attention import Cache, Kernel
 from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise, recomputed
 from ladder_jax.nn.parameter import DENSE, stacks
-from ladder_jax.parallel import Layout, NamedMesh, Overlap, Split, Traits, layout
+from ladder_jax.parallel import Layout, NamedMesh, Overlap, Split, Traits, cache_programs, layout
 from ladder_jax.residual.wires.sequence import SequenceParallel
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
@@ -219,7 +219,7 @@ def initialize(definition: ModelDef, *, seed: int = 0, key: jax.Array | None = N
     return _initializer(definition)(key)
 
 
-@functools.cache
+@cache_programs
 def _initializer(definition):
     return parameter.initializer(
         definition.modules, layout=definition.layout, config=definition.config

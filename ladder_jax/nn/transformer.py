@@ -34,6 +34,7 @@ from ladder_jax.parallel import (
     Compiled,
     NamedMesh,
     all_reduce,
+    cache_programs,
     context_mesh,
     make_mesh,
     mesh_of,
@@ -388,7 +389,7 @@ class Transformer(Module):
         return compiled_logits(self.definition)(self.params, tokens)
 
 
-@functools.cache
+@cache_programs
 def compiled_logits(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Compiled:
     """A compiled (params, tokens [B, T]) -> logits [B, T, V], the whole model in one shard_map.
 

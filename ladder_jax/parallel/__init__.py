@@ -17,6 +17,7 @@ from ladder_jax.parallel.collectives import (
 )
 from ladder_jax.parallel.compiled import (
     Compiled as Compiled,
+    cache_programs as cache_programs,
     compile_options as compile_options,
     has_accelerator as has_accelerator,
     on_mesh as on_mesh,

@@ -31,6 +31,11 @@ logger = logging.getLogger("ladder_jax")
 
 Dims = Any  # a pytree prefix of strings such as "BTV"
 
+cache_programs = functools.lru_cache(maxsize=64)
+"""`functools.cache` for functions that make a model's programs, which keeps the newest alone: a sweep
+over models would keep all, and on CPUs Linux allows a process about 1,300 programs.
+"""
+
 DRIVERS = (
     "/dev/nvidia*",
     "/dev/nvhost*",

@@ -21,7 +21,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.decode import steps
 from ladder_jax.nn.modules import LayerContext, normalise
 from ladder_jax.nn.parameter import LAYERS, pad_end, stacks
-from ladder_jax.parallel import all_gather, all_reduce, pvary, rank
+from ladder_jax.parallel import all_gather, all_reduce, cache_programs, pvary, rank
 from ladder_jax.parallel.collectives import ranks
 from ladder_jax.residual.recurrence import Projections
 from ladder_jax.residual.topologies import ROUTED, SHARED
@@ -151,7 +151,7 @@ def delays(config: ModelConfig) -> np.ndarray:
     return np.array(residual.of_model(config).delays, np.int32).reshape(-1, 2)
 
 
-@functools.cache
+@cache_programs
 def programs(definition: nn.ModelDef) -> Programs:
     config = definition.config
     layout = definition.layout

@@ -21,6 +21,7 @@ from ladder_jax.decode.request import Request
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.parameter import root_key
+from ladder_jax.parallel import cache_programs
 
 
 class State(NamedTuple):
@@ -138,7 +139,7 @@ def _dims(definition, *, loop):
     return State(steps.cache_dims(definition, loop=loop), "BV", "B", "B", sampling.DIMS)
 
 
-@functools.cache
+@cache_programs
 def _empty(definition, *, slots, positions, loop):
     """A compiled () -> unused slots."""
     _, *shapes, _ = steps.abstract(definition, rows=slots, positions=positions, loop=loop)
@@ -152,7 +153,7 @@ def _empty(definition, *, slots, positions, loop):
     )
 
 
-@functools.cache
+@cache_programs
 def _insert(definition, *, loop):
     """A compiled (state, one row's state, slot) -> state with that row in the slot. The first is
     donated.
@@ -178,7 +179,7 @@ def _insert(definition, *, loop):
     return steps.compiled(definition, local, in_dims=(dims, dims, ""), out_dims=dims, donate=(0,))
 
 
-@functools.cache
+@cache_programs
 def _advance(definition):
     """A compiled (new tokens [B, count], lengths, temperature, active: [B] each) -> (tokens,
     lengths, temperature).
