@@ -13,8 +13,9 @@ import time
 
 import pytest
 
-from ladder_jax import cli, python
+from ladder_jax import cli, files, python
 from ladder_jax.config import Loop, Phase
+from ladder_jax.errors import RunFailed
 from ladder_jax.overlap import compile as compiling, picture, programs, request as requests, result
 from ladder_jax.overlap.compile import Record, read, write
 from ladder_jax.schedule import hlo, judge, targets, timeline
@@ -202,10 +203,15 @@ def test_a_killed_compiler_is_one_line():
         compiling.apart("tests.test_overlap:killed", {}, target=targets.parse("cpu:8"))
 
 
-def test_a_program_is_compiled_once(monkeypatch, tmp_path):
-    """And again where it or the user's flags differ, or where what was kept is damaged."""
+def test_a_program_is_compiled_once(monkeypatch, tmp_path, capsys):
+    """And again where it or the user's flags differ, or where what was kept is damaged. A full disk
+    keeps nothing.
+    """
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     ran = []
+
+    def full(file, write):
+        raise RunFailed(f"{file} was not written: No space left on device")
 
     def compile_it(function, request, **_):
         ran.append(request)
@@ -226,6 +232,10 @@ def test_a_program_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("LADDER_JAX_CACHE", str(path))  # a file: nothing is kept
     assert compiling.compiled(ask()) == compiling.compiled(ask()) == RECORD
     assert len(ran) == 6
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(files, "write_atomically", full)
+    assert compiling.compiled(ask(batch=8)) == RECORD
+    assert capsys.readouterr().err.endswith("was not written: No space left on device\n")
 
 
 def test_an_interrupt_ends_the_compiler_too(tmp_path):

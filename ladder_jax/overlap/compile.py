@@ -19,7 +19,7 @@ from typing import Any
 
 from ladder_jax import files, python, terminal
 from ladder_jax.config import to_dict
-from ladder_jax.errors import UserError
+from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
 from ladder_jax.schedule.targets import Target
@@ -128,7 +128,10 @@ def recorded[R](
         flags = f"--xla_dump_to={dump} {DUMPED}" if early else ""
         terminal.say(f"compiling {label} (a minute or more)")
         record = apart(function, *arguments, target=target, flags=flags)
-        write(path, record)
+        try:
+            write(path, record)
+        except RunFailed as error:  # a full disk: what was compiled is not lost
+            terminal.say(f"ladder-jax: {error}")
         return record
 
 
