@@ -9,6 +9,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from jax._src import xla_bridge
 
 from ladder_jax import checkpoint, config, files, nn, parallel, train
 from ladder_jax.checkpoint import manifest
@@ -122,8 +123,13 @@ def trained(place):
     )
 
 
-def test_the_model_and_the_tokenizer_are_the_checkpoints(trained, place):
+def test_the_model_and_the_tokenizer_are_the_checkpoints(trained, place, monkeypatch):
+    """The settings are read before several processes are joined, when no device may be used."""
     directory, said = trained("everything")
+    words = given(place, directory, *EVERYTHING)
+    with monkeypatch.context() as unjoined:
+        unjoined.setattr(xla_bridge, "get_backend", None)
+        config.load(str(place / "recipe.yaml"), overrides=words)
     assert any("41 examples" in line and "1 were cut" in line for line in said)
     written = json.loads((directory / "config.json").read_text())
     assert written["model"]["d_model"] == 16

@@ -146,7 +146,9 @@ class Checkpoint:
         Raises Damaged if a file was changed, UserError if they have others.
         """
         if self.has_manifest and not self.verified:
-            check_files(self.path, f"{item}/")
+            # reads every file once more: one process does it, the others compare sizes
+            contents = [f"{item}/"] if jax.process_index() == 0 else []
+            check_files(self.path, *contents)
         folder = self.path / item
         with _reading(self.path):
             there = stored(folder)
@@ -341,11 +343,8 @@ def _json(folder: AnyPath, item: str) -> Any:
 def check_files(folder: AnyPath, *contents: str) -> None:
     """Raises Damaged where a file is not what the manifest says.
 
-    contents: as `manifest.problems` has it. One process compares them, as it reads every file once
-        more; the others compare sizes.
+    contents: as `manifest.problems` has it.
     """
-    if jax.process_index() > 0:
-        contents = ()
     if problems := manifest.problems(folder, contents=contents):
         raise damaged(folder, problems[0])
 
