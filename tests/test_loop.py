@@ -349,12 +349,12 @@ def test_no_handler_stays_and_none_is_set_in_a_thread():
     before = handler()
     with folder.caught() as stop:
         assert handler() is not before
-        assert not stop.after(3)
+        assert not stop.asked()
     assert handler() is before
 
     def in_a_thread():
         with folder.caught() as stop:
-            return handler(), stop.after(1)
+            return handler(), stop.asked()
 
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         assert other.submit(in_a_thread).result() == (before, False)

@@ -76,6 +76,9 @@ RENEWED = 10.0  # between renewals of a lease, and between looks at a disk's loc
 GIVES_UP = 100.0  # of a lease, as EXPIRES
 EXPIRES = 120.0
 
+# jax stops a process that has not asked yet at the number 1, so a resumed run's steps would not do
+_asked = itertools.count(1)
+
 
 class StopRequest:
     """The signal that asks this run to stop, if one came.
@@ -87,9 +90,10 @@ class StopRequest:
     signum: signal.Signals | None = None
     received: signal.Signals | None = None
 
-    def after(self, step: int) -> bool:
-        """Whether to stop after `step`: the same answer on all processes."""
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+    def asked(self) -> bool:
+        """Whether to stop now: the same answer on all processes, which ask equally often."""
+        several = jax.process_count() > 1
+        if several and multihost_utils.reached_preemption_sync_point(next(_asked)):
             self.signum = self.received or signal.SIGTERM
         return self.signum is not None
 
@@ -100,7 +104,7 @@ def caught() -> Iterator[StopRequest]:
     caught.
 
     With several processes SIGTERM belongs to jax's own notifier, which informs all of them (see
-    `StopRequest.after`), and SIGINT is sent on as SIGTERM.
+    `StopRequest.asked`), and SIGINT is sent on as SIGTERM.
     """
     request = StopRequest()
     several = jax.process_count() > 1

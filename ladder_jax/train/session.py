@@ -168,7 +168,7 @@ class Session:
         ):
             for step in range(first + 1, last + 1):
                 context.heartbeat(f"step {step}")
-                if context.stop.after(step - 1):
+                if context.stop.asked():
                     self._settle(pending)
                     signum = context.stop.signum
                     saved = self._save_now(step - 1)

@@ -8,10 +8,10 @@ import sys
 from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
 from tests import runs
-from tests.processes import test_training
+from tests.processes import conftest, test_training
 
 PROCESS = """
-import sys, time
+import os, signal, sys, time
 import jax
 
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -22,29 +22,44 @@ from ladder_jax.train import metrics
 
 slowly = metrics.Metrics.add
 metrics.Metrics.add = lambda self, row: (time.sleep(0.1), slowly(self, row))[1]
+early = [signal.SIGINT] if sys.argv[2] == sys.argv[3] else []  # before the step is compiled
+stop = lambda doing: early and os.kill(os.getpid(), early.pop())
+settings = config.load("tiny", overrides=sys.argv[4:])
 try:
-    train.run(config.load("tiny", overrides=sys.argv[3:]), say=lambda line: None)
+    train.run(settings, say=lambda line: None, heartbeat=stop)
 except RunFailed as error:
     print(error)
     sys.exit(error.status)
 """
 
 
-def test_ctrl_c_in_one_process_makes_both_save(book, tmp_path, port, spawn):
-    """jax tells all processes of a SIGTERM, so Ctrl-C becomes one."""
+def test_ctrl_c_in_one_process_makes_both_save(book, tmp_path, spawn):
+    """jax tells all processes of a SIGTERM, so Ctrl-C becomes one. Resumed, they hear it before
+    their first step, too.
+    """
     run = tmp_path / "run"
     # whose program is compiled for the tests of test_training, too
     words = runs.words(book, run, *test_training.SETTINGS, "mesh.data=2")
-    command = [sys.executable, "-c", PROCESS, f"localhost:{port}"]
-    both = [spawn([*command, str(one), *words], JAX_NUM_CPU_DEVICES="1") for one in range(2)]
+
+    def start(early):
+        command = [sys.executable, "-c", PROCESS, f"localhost:{conftest.free_port()}"]
+        return [
+            spawn([*command, str(one), early, *words], JAX_NUM_CPU_DEVICES="1") for one in range(2)
+        ]
+
+    def stopped(both):
+        said = test_training.ended(both)
+        assert [process.returncode for process in both] == [143, 130], said
+        step = metrics.read(run)[-1]["step"]
+        assert steps(run / "checkpoints")[-1] == step
+        for name, (out, _) in zip(("SIGTERM", "SIGINT"), said):
+            assert f"{name}: step {step} is saved" in out
+        return step
+
+    both = start("nobody")
     test_training.until(run, 3, processes=both)
-    first, second = both
-    second.send_signal(signal.SIGINT)
-    said = test_training.ended(both)
-    assert [first.returncode, second.returncode] == [143, 130], said
-    stopped = metrics.read(run)[-1]["step"]
-    assert 3 <= stopped < test_training.STEPS
-    assert steps(run / "checkpoints")[-1] == stopped
-    assert verify(run / "checkpoints" / str(stopped)) == []
-    for name, (out, _) in zip(("SIGTERM", "SIGINT"), said):
-        assert f"{name}: step {stopped} is saved" in out
+    both[1].send_signal(signal.SIGINT)
+    first = stopped(both)
+    assert 3 <= first < test_training.STEPS
+    assert verify(run / "checkpoints" / str(first)) == []
+    assert first <= stopped(start("1")) <= first + 2
