@@ -20,6 +20,13 @@ from ladder_jax.terminal import Say
 
 ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+# jax's settings that change numbers, by their names in the environment, too
+NUMERIC = (
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_ENABLE_X64",
+    "JAX_RANDOM_SEED_OFFSET",
+    "JAX_THREEFRY_PARTITIONABLE",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +54,7 @@ def joined(
     if spec is None or not connect(spec, timeouts=timeouts, say=say):
         yield Member()
         return
+    import jax
     from flax import traverse_util
     from jax._src import distributed
 
@@ -57,6 +65,7 @@ def joined(
     process = state.process_id
     processes = state.num_processes
     given = traverse_util.flatten_dict(settings, sep=".") | {"--processes": processes}
+    given |= {name: getattr(jax.config, name.lower()) for name in NUMERIC}
     mine = {"host": socket.gethostname(), "settings": given}
     agreement = Agreement("settings", timeout=timeouts.start, place=(process, processes))
     hosts = _hosts(agreement.gather("its settings", mine))

@@ -75,7 +75,16 @@ def spawn():
 def started(port, spawn):
     """Starts processes that run `body` once they have joined."""
 
-    def start(body="", *, processes=2, only=None, settings=({},), timeouts=None, counts=None):
+    def start(
+        body="",
+        *,
+        processes=2,
+        only=None,
+        settings=({},),
+        timeouts=None,
+        counts=None,
+        environs=({},),
+    ):
         code = MEMBER.format(body=textwrap.indent(textwrap.dedent(body) or "pass", " " * 8))
         times = {"start": 60, "lost": 30, "hang": 60, **(timeouts or {})}
         running = []
@@ -83,7 +92,8 @@ def started(port, spawn):
             count = counts[index] if counts else processes
             given = map(json.dumps, (count, index, settings[index % len(settings)], times))
             command = [sys.executable, "-c", code, f"localhost:{port}", *given]
-            running.append(spawn(command, PYTHONUNBUFFERED="1", JAX_PLATFORMS="cpu"))
+            environ = {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
+            running.append(spawn(command, **environ, **environs[index % len(environs)]))
         return running
 
     return start

@@ -48,12 +48,17 @@ def test_port_is_taken(started, port):
 
 
 def test_settings_that_differ_are_refused(started):
-    """Before any collective: the block is not entered."""
+    """Before any collective: the block is not entered. jax's own count, as a random key's bits may
+    depend on them.
+    """
+    environs = ({}, {"JAX_THREEFRY_PARTITIONABLE": "0"})
     settings = ({"train": {"batch": 4, "steps": 1}}, {"train": {"batch": 8, "steps": 1}})
-    running = started("raise AssertionError('joined')", settings=settings, counts=(2, 3))
+    body = "raise AssertionError('joined')"
+    running = started(body, settings=settings, counts=(2, 3), environs=environs)
     for said in ends(running, status=2):
         line = f"process 1 of 2 (host {HOST}) differs from process 0 (host {HOST})"
-        assert said == f"ladder-jax: {line}: train.batch is 8, not 4; --processes is 3, not 2\n"
+        differ = "train.batch is 8, not 4; --processes is 3, not 2; JAX_THREEFRY_PARTITIONABLE is False, not True"
+        assert said == f"ladder-jax: {line}: {differ}\n"
 
 
 def test_first_differences():
