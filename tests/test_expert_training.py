@@ -12,6 +12,7 @@ import pytest
 
 from ladder_jax import checkpoint, config, nn, parallel, train
 from ladder_jax.nn import router_losses
+from ladder_jax.overlap import programs
 from ladder_jax.train import metrics, timing
 from tests.refusals import refused
 
@@ -103,6 +104,14 @@ def test_a_bias_moves_toward_less_load():
     for factor in (1, 1 / 3, 7e-8):
         signs = router_losses.toward_balance(counts * np.float32(factor), choices=12)
         np.testing.assert_array_equal(signs, [[0, 0, -1, 1], [0, 0, 0, 0]])
+
+
+def test_a_steps_counts_may_be_no_int32():
+    overrides = [*TINY, "train.batch=1048576", "train.sequence=1024"]
+    settings = config.load("tiny-moe", overrides=overrides)
+    definition = nn.define(settings.model, mesh=parallel.make_mesh())
+    function, arguments = programs.training(definition, config=settings.train)
+    function.lower(*arguments)
 
 
 @pytest.mark.full

@@ -78,7 +78,7 @@ class RouterLosses:
         bias = layers["mlp"]["router_bias"]
         choices = config.batch * config.sequence * moe.top_k
         # the lowest may be frozen
-        signs = toward_balance(terms["counts"][-len(bias) :], choices=choices)
+        signs = toward_balance(terms["counts"][-len(bias) :], choices=float(choices))
         mlp = {**layers["mlp"], "router_bias": bias + config.router_bias_rate * signs}
         return {**params, "layers": {**layers, "mlp": mlp}}
 
@@ -156,11 +156,11 @@ class RouterLosses:
                 chosen.log_squares
             )
             tokens = batch.tokens.size * config.accumulate * layout.batch_ranks
-            mean = losses / (tokens * layers)
+            mean = losses / float(tokens * layers)  # may be no int32
             return mean * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))
 
 
-def toward_balance(counts_LC: Array, *, choices: int) -> Array:
+def toward_balance(counts_LC: Array, *, choices: float) -> Array:
     """[L, C]: 1 for an expert with less load than the mean, -1 for one with more (arXiv 2408.15664,
     algorithm 1).
 
