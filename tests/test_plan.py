@@ -24,7 +24,7 @@ from ladder_jax.plan import confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
 from ladder_jax.predict.machine import Link, Machine
-from ladder_jax.schedule import models, targets
+from ladder_jax.schedule import targets
 from ladder_jax.train.run import _memory_explained
 from tests import cases
 from tests.changed import ROOT
@@ -197,15 +197,18 @@ def test_plans_that_exchange_no_experts(tmp_path):
 
 
 def test_what_exchanged_experts_compute_again_by_hand():
-    """All but the head, and the sums that are reduced: of attention and the shared expert."""
+    """All but the head, and the sums that are reduced: of attention and the shared expert. The
+    router counts once forward, and on each rank again.
+    """
     tokens = 2 * 4096
     d = 2048
     wanted = request.make(**MOE, capacity=1.25, residual="ladder")
     forward, recomputed = speed.flops(EXCHANGED, request=wanted)
-    head = 2 * tokens * models.shard(wanted.config, ranks=4).vocabulary * d
+    head = 2 * tokens * wanted.config.vocab_size / 4 * d
     reduced = 2 * tokens * d * 512 + 2 * tokens * d * 5632 / 4
     full = dataclasses.replace(EXCHANGED, remat=Remat.FULL)
-    again = pytest.approx(forward - head - 4 * reduced)
+    copies = 2 * tokens * d * 60 * 3 / 4
+    again = pytest.approx(forward - head - 4 * reduced + 4 * copies)
     assert recomputed == 0
     assert speed.flops(full, request=wanted) == (forward, again)
 
@@ -288,6 +291,8 @@ def test_the_operations_of_recomputation_by_hand(on):
     assert full.seconds - none.seconds == pytest.approx((scores + products) / 1e12)
     assert full.recomputed == pytest.approx((scores + products) / (3 * forward))
     assert full.mfu == pytest.approx(3 * forward / 1e12 / full.seconds)
+    copied, wanted = dense(MeshConfig(tensor=16))  # each of 8 key/value heads twice
+    assert 16 * speed.flops(copied, request=wanted)[0] == pytest.approx(forward)
 
 
 @pytest.mark.parametrize("rate", [1e6, 1e12])

@@ -139,13 +139,17 @@ def recomputed_by(candidate: Candidate, block: Block) -> Recompute:
 
 
 def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
-    """FLOPs of a microbatch on one device: of the forward pass, and of recomputation in the
-    backward pass; of exchanged rows without the empty slots.
+    """FLOPs of a microbatch on one device: its share of the model's forward pass, without copies of
+    key/value heads and the vocabulary's padding, and of recomputation in the backward pass; of
+    exchanged rows without the empty slots.
     """
     model, block = candidate.microbatch(request)
+    whole = dataclasses.replace(model, ranks=1)
     repeated = recomputed_by(candidate, block).kernels
-    forward = recomputed = 0.0
-    for count, kernel in every_kernel(model, block):
-        forward += count * kernel.flops
-        recomputed += count * kernel.flops * (kernel.name in repeated)
-    return forward, recomputed
+    forward = sum(count * kernel.flops for count, kernel in every_kernel(whole, block))
+    recomputed = sum(
+        count * kernel.flops
+        for count, kernel in every_kernel(model, block)
+        if kernel.name in repeated
+    )
+    return forward / model.ranks, recomputed
