@@ -25,7 +25,8 @@ def test_presets_survive_being_written_down(name):
 @pytest.mark.parametrize(
     "name, millions",
     {"smollm2-135m": 134.515, "llama-3.2-1b": 1235.8, "llama-3.2-3b": 3212.7, "llama-3-8b": 8030.3,
-     "llama-3-70b": 70553.7, "codellama-34b": 33744.0}.items(),
+     "llama-3-70b": 70553.7, "llama-3.1-405b": 405853.4, "codellama-34b": 33744.0,
+     "mixtral-8x7b": 46702.8, "qwen3-30b-a3b": 30532.1, "qwen3-235b-a22b": 235093.6}.items(),
 )  # fmt: skip
 def test_presets_have_the_published_sizes(name, millions):
     held = models.parameters(config.preset(name))["parameters"]  # of matrices: gains are few
