@@ -3,6 +3,7 @@ left to be copied.
 """
 
 import os
+import re
 import sys
 
 import pytest
@@ -81,6 +82,7 @@ ANSWERS = {
     "predict, a pass": "predict --model llama-3-70b --hardware v5p --tensor 8 --phase train --batch 8",
     "predict, slow link": "predict --model llama-3-70b --hardware h100-no-nvlink --tensor 8 --batch 16",
     "plan": "plan --model llama-3-70b --target v5p:16x16x16 --tokens 4194304 --confirm 0",
+    "plan, slow": "plan --model llama-3-8b --target v5p:2x2x1 --tokens 16777216 --sequence 131072 --confirm 0",
     "plan, nothing": "plan --model llama-3.1-405b --target v5e:2x2 --tokens 4096 --confirm 0",
 }
 
@@ -91,6 +93,7 @@ def fits(out):
         line for line in lines if len(line) > 80 and not line.startswith("ladder-jax train ")
     ]
     assert lines and not too_long, too_long
+    assert not re.search(r"\de[+-]\d", out)  # such as 1.23e+03
 
 
 @pytest.mark.parametrize("words", ANSWERS.values(), ids=ANSWERS)

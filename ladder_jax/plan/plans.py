@@ -14,7 +14,7 @@ from ladder_jax.plan.memory import Memory
 from ladder_jax.plan.request import Candidate, Request, candidates
 from ladder_jax.plan.speed import Speed
 from ladder_jax.schedule import models
-from ladder_jax.terminal import Table
+from ladder_jax.terminal import Table, number
 
 # parameters of `requests.make`
 OPTIONS = "model target tokens sequence residual layers capacity interleave".split()
@@ -73,7 +73,7 @@ class Plan:
         return (
             *self.candidate.cells,
             f"{'~' if self.confirmed is None else '='}{self.bytes / GIB:.1f}",
-            f"{speed.seconds:.3g}",
+            number(speed.seconds),
             f"{speed.mfu:.0%}",
             f"{speed.exposed / speed.seconds:.0%}",
             f"{speed.recomputed:.0%}",
@@ -139,7 +139,7 @@ class Answer:
         nominal = "note      a simulated device has no memory limit, and its speed here is nominal"
         return [
             f"take {best.candidate}",
-            f"reason    it fits ({size}), and has the fastest estimate: {best.speed.seconds:.3g} s a step",
+            f"reason    it fits ({size}), and has the fastest estimate: {number(best.speed.seconds)} s a step",
             title,
             Table(COLUMNS, [plan.cells for plan in _shown(self.plans)], left=COLUMNS[:3]),
             f"{len(self.plans)} of {len(self.sizes)} candidates fit: the fastest microbatch of up to {SHOWN} is shown",
