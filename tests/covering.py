@@ -8,11 +8,8 @@ marked `full`: `make test-all`.
 import collections
 import functools
 import itertools
-from collections.abc import Iterable
 
 import pytest
-
-Pairs = Iterable[tuple[int, int]]  # of columns
 
 
 def array(*factors, pairs=None, even=()):

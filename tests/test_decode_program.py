@@ -18,6 +18,7 @@ from ladder_jax.schedule import cost, hlo
 from ladder_jax.schedule.collectives import KINDS
 from tests import cases, starts
 from tests.compilations import digest, would_compile
+from tests.covering import full
 
 PROMPT, SLOTS, CAPACITY = 32, 4, 48  # and room for a chunk: caches of 64 positions
 LAYERS = 2
@@ -58,7 +59,7 @@ def definition_of(phase):
     "loop, quantize",
     [
         (Loop.UNROLLED, Quantize.NONE),
-        pytest.param(Loop.SCAN, Quantize.INT8, marks=pytest.mark.full),
+        full(Loop.SCAN, Quantize.INT8),
     ],
     ids=str,
 )
@@ -95,7 +96,7 @@ def worked(phase, **settings):
     "more, quantize",
     [
         (["--quantize", "int8", "--stream"], "int8"),
-        pytest.param([], "none", marks=pytest.mark.full),
+        full([], "none"),
     ],
 )
 def test_generate_runs_the_audited_programs(more, quantize, lowered, tmp_path):
@@ -171,7 +172,7 @@ def token_loop(choice, **mesh):
 
 MESHES = [
     dict(data=2, tensor=4),
-    *(pytest.param(dict(tensor=n), marks=pytest.mark.full) for n in (4, 8)),
+    *(full(dict(tensor=n)) for n in (4, 8)),
 ]
 
 

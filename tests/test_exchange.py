@@ -82,7 +82,7 @@ def test_rows_wait_for_the_shared_expert(name, waits, monkeypatch):
 
 FORMS = [
     ExpertParallelism.EXCHANGE,
-    pytest.param(ExpertParallelism.REDUCE, marks=pytest.mark.full),
+    covering.full(ExpertParallelism.REDUCE),
 ]
 
 

@@ -68,14 +68,14 @@ def test_a_split_streams_sums_are_awaited_after_the_first_products(monkeypatch):
 
 @pytest.mark.parametrize("mesh, settings", [
     (dict(data=2, fsdp=2, tensor=2), dict(accumulate=2, remat=Remat.FULL)),
-    pytest.param(dict(data=2, fsdp=2, tensor=2), dict(accumulate=2, loop=Loop.UNROLLED), marks=pytest.mark.full),
-    pytest.param(dict(fsdp=2, tensor=2), dict(remat=Remat.FULL), marks=pytest.mark.full),
+    covering.full(dict(data=2, fsdp=2, tensor=2), dict(accumulate=2, loop=Loop.UNROLLED)),
+    covering.full(dict(fsdp=2, tensor=2), dict(remat=Remat.FULL)),
 ])  # fmt: skip
 def test_beside_the_other_axes(mesh, settings):
     cases.check_case("hybrid-list", mesh, shape_BT=(16, 9), interleave=2, **settings)
 
 
-@pytest.mark.parametrize("rows", [3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rows", [3, covering.full(4)])
 def test_packed_documents(rows):
     """A position of the later half attends to those of its own document in the first one, and to no
     other.
@@ -91,7 +91,7 @@ def test_packed_documents(rows):
     cases.assert_close(halves, whole, definition=definition)
 
 
-@pytest.mark.parametrize("name", ["standard", pytest.param("ladder", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["standard", covering.full("ladder")])
 def test_experts_whose_sums_are_reduced(name):
     """Their statistics are sums over both halves, so the routers' losses are those of the whole
     batch.
@@ -124,7 +124,7 @@ def test_prefill(name, loop, rows):
 
 @pytest.mark.parametrize("name, changes, count", [
     ("standard", dict(tensor=8), 4 * communication.NUM_LAYERS - 1),
-    pytest.param("ladder", dict(tensor=8), 4 * communication.NUM_LAYERS - 1, marks=pytest.mark.full),
+    covering.full("ladder", dict(tensor=8), 4 * communication.NUM_LAYERS - 1),
     ("standard", dict(tensor=4, qk_norm="all-heads"), 2 * communication.NUM_LAYERS),
 ])  # fmt: skip
 def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch):
@@ -142,7 +142,7 @@ def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch)
     assert cases.error(halves, whole) < cases.bound(definition.config)
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rows", [1, covering.full(2)])
 def test_text_of_prompts_that_are_read_in_halves(rows):
     """Whole, in chunks, and by the engine: the same tokens."""
     definition = cases.define("standard", tensor=2, num_layers=2)

@@ -45,7 +45,7 @@ ROW = P("tensor")  # one array a rank
 MATRICES = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
 
 
-RANKS = [2, 3, 8, *(pytest.param(more, marks=pytest.mark.full) for more in (1, 5))]
+RANKS = [2, 3, 8, *map(covering.full, (1, 5))]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -138,9 +138,7 @@ def test_gradients_are_the_references(name, tensor, loop, remat):
     cases.check_case(name, form, shape_BT=(4, 9), loop=loop, remat=remat, **settings)
 
 
-@pytest.mark.parametrize(
-    "quantize", [Quantize.INT8, pytest.param(Quantize.NONE, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("quantize", [Quantize.INT8, covering.full(Quantize.NONE)])
 def test_a_prefill_in_rings_is_the_plain_one(quantize):
     """Of int8 with the scales, too; and so is one whose stream is split without them."""
     definition = cases.define("standard", tensor=4, num_layers=2)
