@@ -167,7 +167,7 @@ def test_timings(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words, said",
     {
         "": "the following arguments are required: --out",
         "--out mine.txt": "--out mine.txt: the file must end in .yaml or .yml",

@@ -176,7 +176,7 @@ def test_damaged_results(tmp_path, capsys, left, said):
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    "asked, said",
     [
         (dict(seeds=0), "--seeds must be positive"),
         (dict(topologies=["ladder", "laddr-2"]), "did you mean 'ladder-2'"),

@@ -114,7 +114,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words, said",
     [
         (f"{base} {words}", said)
         for base, every in MISTAKES.items()

@@ -115,7 +115,7 @@ each_pace = pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])
 
 
 @each_pace
-@pytest.mark.parametrize(("name", "shared"), CASES)
+@pytest.mark.parametrize("name, shared", CASES)
 def test_a_timeline_by_hand(name, shared, flops):
     for times in (1, 2):  # backward: twice the work, the same messages
         found = timeline(config(name, shared=shared), device(flops=flops), times=times)
@@ -139,7 +139,7 @@ def expected_in_turn(*, shared, scale):
 
 @each_pace
 @pytest.mark.parametrize(
-    ("name", "shared"), [("standard", 0), ("standard", SHARED), ("ladder", SHARED), ("ladder-2", 0)]
+    "name, shared", [("standard", 0), ("standard", SHARED), ("ladder", SHARED), ("ladder-2", 0)]
 )
 def test_two_halves_in_turn_by_hand(name, shared, flops):
     for times in (1, 2):
@@ -191,7 +191,7 @@ IN_TURN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shared", "which", "interleave"), WHOLE + HYBRIDS + IN_TURN)
+@pytest.mark.parametrize("name, shared, which, interleave", WHOLE + HYBRIDS + IN_TURN)
 def test_as_many_transfers_as_the_program_has(name, shared, which, interleave, monkeypatch):
     """A barrier would keep alive what no later step reads; compilers see through it."""
     for module, barrier in (

@@ -32,7 +32,7 @@ def in_turn(name, *all_reduces, length=1.0, **settings):
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2"])
-@pytest.mark.parametrize(("length", "all_reduce"), [(1.0, 0.25), (1.0, 1.0), (1.0, 3.0)])
+@pytest.mark.parametrize("length, all_reduce", [(1.0, 0.25), (1.0, 1.0), (1.0, 3.0)])
 def test_each_all_reduce_stands_beside_the_other_halfs_sublayer(name, length, all_reduce):
     """Of 8 turns the first hides nothing, each other one the all-reduce before it; the last
     all-reduce is bare.

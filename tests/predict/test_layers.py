@@ -23,7 +23,7 @@ def config(name, *, dense=DENSE, count=5):
 
 
 @pytest.mark.parametrize(
-    ("name", "which"),
+    "name, which",
     [*HYBRIDS, ("parallel", None), ("parallel-ladder", None), ("parallel-ladder", "0,2")],
 )
 def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
@@ -47,7 +47,7 @@ def compute(one):
 
 
 @pytest.mark.parametrize(
-    ("name", "first"), [("standard", "standard"), ("ladder", "ladder"), ("farskip", "parallel")]
+    "name, first", [("standard", "standard"), ("ladder", "ladder"), ("farskip", "parallel")]
 )
 def test_first_layers_compute_an_mlp_and_the_others_experts(name, first):
     alone = dataclasses.replace(config(name), moe=None, num_layers=DENSE, residual=first)

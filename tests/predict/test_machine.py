@@ -112,7 +112,7 @@ link: {latency: 1e-5, step: 0, bandwidth: 100e9}
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    "old, new, said",
     [
         (
             "memory: 80e9",

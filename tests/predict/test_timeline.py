@@ -72,7 +72,7 @@ def test_compute_slows_while_an_all_reduce_is_in_flight():
     assert half.seconds == pytest.approx(1 + 1 + 0.5 * (1 - 1 / 1.25) + 0.5)
 
 
-@pytest.mark.parametrize(("name", "which"), HYBRIDS)
+@pytest.mark.parametrize("name, which", HYBRIDS)
 def test_events_follow_the_recurrence(name, which):
     """Sublayer i reads x_{i-1-d_i}: it starts when the one before has ended and that sum is whole.
     With a window, the all-reduce that it hides is issued when so much of it is left.
@@ -84,7 +84,7 @@ def test_events_follow_the_recurrence(name, which):
 
 
 @pytest.mark.parametrize(
-    ("name", "which"),
+    "name, which",
     [(name, None) for name in MANY]
     + [("ladder", "2"), ("parallel-ladder", "0,2"), ("ladder-2", "1")],
 )
