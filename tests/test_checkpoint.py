@@ -265,7 +265,7 @@ def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
     assert int(moments["count"]) == 7
     names = named(definition.abstract)
     layer = next(Pieces(trained, definition)([("layers/mlp/up", 1)]))
-    np.testing.assert_array_equal(np.asarray(layer), numbered(names["layers/mlp/up"], 1)[1])
+    np.testing.assert_array_equal(layer, numbered(names["layers/mlp/up"], 1)[1])
     for name, leaf in named(wrote).items():
         rows = 200 if name.endswith("table") else len(numbered(leaf, 1))
         for tree, times in (

@@ -100,7 +100,7 @@ def test_chunks_equal_one_pass(name, mesh, loop):
         definition, stored, prompts, LENGTHS, capacity=12, chunk=4, loop=loop
     )
     limit = 2 * cases.bound(definition.config)
-    assert cases.error(np.asarray(logits)[:, :251], full[np.arange(4), LENGTHS - 1]) < limit
+    assert cases.error(logits[:, :251], full[np.arange(4), LENGTHS - 1]) < limit
 
 
 def test_a_cache_without_room():

@@ -45,7 +45,7 @@ def test_prefill_chunks_and_decode_equal_the_full_pass(name, kind, tensor, loop,
     logits, _ = steps.prefill_in_chunks(
         definition, stored, tokens[:, :8], LENGTHS, capacity=32, chunk=4, loop=loop
     )
-    assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS - 1]) < limit
+    assert cases.error(logits[:, :251], full[rows, LENGTHS - 1]) < limit
 
 
 def test_scanned_routers_and_biases_stay_float32():

@@ -334,10 +334,8 @@ def wrong(names, sizes=(2, 4), **axes):
     "has the axes .'x',., and a model's are": lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0)),
 }.items(), ids=lambda value: value[:40] if isinstance(value, str) else "call")  # fmt: skip
 def test_what_is_refused(make, said):
-    """In one line."""
-    with setting(jax.make_mesh((8,), ("x",))), refused(said) as error:
+    with setting(jax.make_mesh((8,), ("x",))), refused(said):
         make()
-    assert "\n" not in str(error.value)
 
 
 def test_sizes_by_our_names():

@@ -64,7 +64,7 @@ def test_products(rows, sizes, inner, outer):
             (*(a[part] for a in found[:3]), found[3][group]), expected, strict=True
         ):
             if size:
-                assert cases.error(np.asarray(ours, np.float64), exact) < 2 * BFLOAT16
+                assert cases.error(ours, exact) < 2 * BFLOAT16
             else:
                 assert not np.any(np.asarray(ours))
 
