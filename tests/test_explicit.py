@@ -23,10 +23,11 @@ from tests import cases, covering
 from tests.refusals import refused
 from tests.test_your_layers import (
     LIMIT,
+    SETTINGS,
     STACKED,
-    THREE,
     Pair,
     X,
+    call,
     check_rule,
     pair,
     with_gradients,
@@ -297,21 +298,20 @@ def test_layers_of_your_own(name, loop, axes):
 
 def test_a_stack_of_your_own():
     """In a shard_map that splits its matrices, and split by types alone."""
-    settings = dict(topology=THREE, sublayers=lambda layer: (layer.first, layer.second))
-    one = residual.Stack(Pair, rngs=nnx.Rngs(0), axes=(), **settings)
+    one = residual.Stack(Pair, rngs=nnx.Rngs(0), axes=(), **SETTINGS)
 
     def spec(path, array):
         is_up = "up" in jax.tree_util.keystr(path)
         return P(*[None] * (array.ndim - 1), "tensor") if is_up else P(None, "tensor")
 
     with setting(two_by_four()):
-        graph, params = nnx.split(residual.Stack(Pair, rngs=nnx.Rngs(0), **settings))
+        graph, params = nnx.split(residual.Stack(Pair, rngs=nnx.Rngs(0), **SETTINGS))
         specs = jax.tree_util.tree_map_with_path(spec, params)
         local = lambda params, x: nnx.merge(graph, params)(x)
         mapped = jax.shard_map(local, in_specs=(specs, P("data")), out_specs=P("data"))
         split = lambda params, x: mapped(jax.reshard(params, specs), jax.reshard(x, P("data")))
         assert cases.error(jax.jit(split)(params, X), one(X)) < LIMIT
-        whole = nnx.jit(lambda stack, x: stack(x))(one, jax.device_put(X, P("data")))
+        whole = call(one, jax.device_put(X, P("data")))
     assert cases.error(whole, one(X)) < LIMIT
 
 

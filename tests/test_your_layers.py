@@ -23,6 +23,7 @@ from tests.test_residual import UNROLLED, example
 
 AXES = ("tensor",)
 EQUAL = P()
+OUT = EQUAL, EQUAL, P(None, None, None, "tensor", None)  # of a result and its gradients
 X = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
 # L, sublayer, D, F, in/out
 STACKED = np.random.default_rng(1).standard_normal((3, 2, 8, 16, 2)).astype(np.float32) / 4
@@ -46,9 +47,8 @@ class Block:
 def compiled_on_ranks(local, *, tensor=2, out=EQUAL, check_vma=True):
     """`local` of the stream and each rank's slice of STACKED."""
     mesh = parallel.make_mesh(tensor=tensor)
-    specs = (P(), P(None, None, None, "tensor", None))
     return jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+        jax.shard_map(local, mesh=mesh, in_specs=OUT[1:], out_specs=out, check_vma=check_vma)
     )
 
 
@@ -132,8 +132,7 @@ REMATS = "none", "full", "save-matmuls"
 )
 def test_run_is_the_rule(name, loop, remat):
     """And its gradients of the stream and of the weights, against float64."""
-    out = EQUAL, EQUAL, P(None, None, None, "tensor", None)
-    found = on_ranks(with_gradients(of_run(name, loop=loop, remat=remat)), out=out)
+    found = on_ranks(with_gradients(of_run(name, loop=loop, remat=remat)), out=OUT)
     check_rule(found, name)
 
 
@@ -162,7 +161,7 @@ def test_what_sublayers_close_over_has_a_gradient():
 
 
 def test_run_on_one_device_and_over_a_list():
-    expected = float64(lambda x, w: exactly("ladder", x, w))
+    expected, *_ = exact_gradients("ladder")
     assert cases.error(jax.jit(of_run("ladder", axes=()))(X, STACKED), expected) < LIMIT
     of_list = lambda x, stacked: of_run("ladder", loop="unrolled")(
         x, [stacked[n] for n in range(len(STACKED))]
@@ -206,9 +205,8 @@ HALF_LIMIT = LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8  # bfloat16's
 
 
 def test_run_of_bfloat16_sublayers_on_a_float32_stream():
-    topology = residual.topology("ladder", num_layers=len(STACKED))
     outs = [
-        on_ranks(lambda x, w, loop=loop: residual.run(topology, half, x, params=w, loop=loop))
+        on_ranks(lambda x, w, loop=loop: residual.run(THREE, half, x, params=w, loop=loop))
         for loop in ("scan", "unrolled")
     ]
     assert outs[0].dtype == np.float32
@@ -284,16 +282,18 @@ class Pair(nnx.Module):
         self.first, self.second = Sublayer(16, rngs=rngs), Sublayer(32, rngs=rngs)
 
 
+SETTINGS = dict(topology=THREE, sublayers=lambda layer: (layer.first, layer.second))
+call = nnx.jit(lambda stack, x: stack(x))
+
+
 def test_a_stack_is_the_rule_over_its_modules():
     """On one device, and its parameters differ from layer to layer."""
-    sublayers = lambda layer: (layer.first, layer.second)
-    settings = dict(topology=THREE, rngs=nnx.Rngs(0), sublayers=sublayers, axes=())
-    stack = residual.Stack(Pair, **settings)
+    stack = residual.Stack(Pair, rngs=nnx.Rngs(0), axes=(), **SETTINGS)
     graph, params = nnx.split(stack.layers)
     layers = [nnx.merge(graph, jax.tree.map(lambda a: a[n], params)) for n in range(3)]
     assert not np.array_equal(layers[0].first.up.kernel[...], layers[1].first.up.kernel[...])
-    expected = exactly("ladder", X, layers, of=sublayers)
-    assert cases.error(nnx.jit(lambda stack, x: stack(x))(stack, X), expected) < LIMIT
+    expected = exactly("ladder", X, layers, of=SETTINGS["sublayers"])
+    assert cases.error(call(stack, X), expected) < LIMIT
 
 
 class Counting(nnx.Module):
@@ -367,21 +367,19 @@ def test_what_sublayers_change_is_changed_in_the_stack(settings):
 
 def test_a_stack_that_changes_nothing_may_be_closed_over():
     """By `jax.jit`, where flax allows no change."""
-    topology = dict(topology=THREE, sublayers=lambda layer: (layer.first, layer.second))
-    stack = residual.Stack(Pair, rngs=nnx.Rngs(0), axes=(), **topology)
+    stack = residual.Stack(Pair, rngs=nnx.Rngs(0), axes=(), **SETTINGS)
     closed = jax.jit(lambda x: stack(x))
-    assert cases.error(closed(X), nnx.jit(lambda stack, x: stack(x))(stack, X)) < LIMIT
+    assert cases.error(closed(X), call(stack, X)) < LIMIT
 
 
 def test_a_stacks_graph_is_a_static_argument():
     """As flax's guides have it; and a wrong setting is said where it is made."""
-    settings = dict(topology=THREE, axes=(), sublayers=lambda layer: (layer.first, layer.second))
-    make = lambda **more: residual.Stack(Pair, rngs=nnx.Rngs(0), **settings, **more)
-    call = jax.jit(lambda graph, params: nnx.merge(graph, params)(X), static_argnums=0)
+    make = lambda **more: residual.Stack(Pair, rngs=nnx.Rngs(0), axes=(), **SETTINGS, **more)
+    of_graph = jax.jit(lambda graph, params: nnx.merge(graph, params)(X), static_argnums=0)
     first = nnx.split(make())
     second = nnx.split(make())
     assert hash(first[0]) == hash(second[0])
-    assert cases.error(call(*first), make()(jnp.asarray(X))) < LIMIT
+    assert cases.error(of_graph(*first), make()(jnp.asarray(X))) < LIMIT
     with refused("unknown value for loop: 'scann'; did you mean 'scan'"):
         make(loop="scann")
 
