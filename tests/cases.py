@@ -135,6 +135,7 @@ def define(name, *, data=1, fsdp=1, tensor=1, ranks=None, **changes):
 
 
 def place(params, definition):
+    """`params` where a definition, or a plan of what trains, has them."""
     return jax.device_put(params, jax.tree.map(lambda a: a.sharding, definition.abstract))
 
 

@@ -13,7 +13,7 @@ import pytest
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Launch, Loop
 from ladder_jax.decode import steps, weights
-from tests import cases, communication, covering, one_step
+from tests import cases, communication, covering, engines, one_step
 from tests.refusals import refused
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
@@ -75,8 +75,7 @@ def test_the_same_seed_gives_the_same_tokens_on_every_mesh(data, temperature):
 
 def test_greedy_generation_is_the_argmax_of_the_full_pass():
     """Every token of every row, from the logits of a pass over all that came before it."""
-    definition = cases.define("ladder", num_layers=2, tensor=4)
-    params = cases.placed(definition)
+    definition, params = engines.parts(tensor=4)
     ours = decode.Generator(definition, params)
     new = ours.tokens(PROMPTS, config=DecodeConfig(max_new_tokens=18))
     whole = np.zeros((3, 58), np.int32)  # what follows a row's end is not seen

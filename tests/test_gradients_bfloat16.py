@@ -85,12 +85,9 @@ def values(plan):
 def found(plan, settings, rows):
     """The package's gradients."""
     trained, fixed = values(plan)
-    place = lambda tree, like: jax.device_put(tree, jax.tree.map(lambda a: a.sharding, like))
-    fixed = {"model": place(fixed["model"], plan.definition.abstract)} if plan.lora.rank else fixed
+    fixed = {"model": cases.place(fixed["model"], plan.definition)} if plan.lora.rank else fixed
     compute = jax.jit(task_gradients(plan, config=TrainConfig(**settings)))
-    return jax.tree.map(
-        np.asarray, compute(place(trained, plan.abstract), fixed, batch(rows), {})[1]
-    )
+    return jax.tree.map(np.asarray, compute(cases.place(trained, plan), fixed, batch(rows), {})[1])
 
 
 @functools.cache

@@ -144,8 +144,7 @@ def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch)
 @pytest.mark.parametrize("rows", [1, covering.full(2)])
 def test_text_of_prompts_that_are_read_in_halves(rows):
     """Whole, in chunks, and by the engine: the same tokens."""
-    definition = cases.define("standard", tensor=2, num_layers=2)
-    params = cases.placed(definition)
+    definition, params = engines.parts("standard", tensor=2)
     prompts = [list(row) for row in cases.tokens((rows, 40))]
     generator = decode.Generator(definition, params)
     texts = []

@@ -63,11 +63,7 @@ def compute(plan, params, tokens=TOKENS, *, trained=None, scheduled=None, **sett
     settings: of `train`.
     """
     mine, fixed = plan.split(cases.place(params, plan.definition))
-    mine = (
-        mine
-        if trained is None
-        else jax.device_put(trained, jax.tree.map(lambda a: a.sharding, plan.abstract))
-    )
+    mine = mine if trained is None else cases.place(trained, plan)
     function = task_gradients(plan, config=TrainConfig(**settings))
     return jax.jit(function)(mine, fixed, tokens, scheduled or {}), fixed
 
@@ -180,8 +176,7 @@ def check_low_rank(plan, tokens, of, *, count, **settings):
     params = cases.parameters(plan.definition)
     limit = cases.bound(plan.definition.config, passes=2)
     ((loss, _), grads), fixed = compute(plan, params, tokens, trained=factors, **settings)
-    placed = jax.device_put(factors, jax.tree.map(lambda a: a.sharding, plan.abstract))
-    merged = jax.tree.map(np.asarray, plan.exported(placed, fixed))
+    merged = jax.tree.map(np.asarray, plan.exported(cases.place(factors, plan), fixed))
     expected, slopes = reference.evaluate(reference.loss, merged, tokens, of, gradient=True)
     assert cases.error(loss, expected) < limit
     dims, slopes = (

@@ -14,7 +14,7 @@ from ladder_jax.config import OnBadStep, TrainConfig
 from ladder_jax.data import dataset
 from ladder_jax.errors import RunFailed
 from ladder_jax.train import metrics, session
-from tests import cases, runs
+from tests import cases, engines, runs
 
 RECIPE = TrainConfig(
     steps=10, batch=4, sequence=8, warmup_steps=2, spike_factor=1.5, spike_window=2
@@ -25,8 +25,7 @@ def test_the_compiled_step_keeps_the_old_state():
     """A loss that is no number, and one that jumped, change nothing but the step's number; a good
     one trains.
     """
-    definition = cases.define("ladder", num_layers=2, tensor=2)
-    params = cases.placed(definition)
+    definition, params = engines.parts(tensor=2)
     # of copies, as a step reuses what it is given
     fresh = lambda values: train.initial_state(
         definition, config=RECIPE, params=jax.tree.map(lambda a: a.copy(), values)

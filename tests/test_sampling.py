@@ -14,7 +14,7 @@ from ladder_jax import decode, nn
 from ladder_jax.config import DecodeConfig, Loop
 from ladder_jax.decode import sampling, steps
 from ladder_jax.parallel import on_mesh, over_ranks
-from tests import cases, covering
+from tests import cases, covering, engines
 
 # ranks hold a multiple of SHARE: from tensor=8 on, some hold nothing but padding
 VOCAB = 50
@@ -285,8 +285,7 @@ PROMPT = [5, 6, 7]
 
 @functools.cache
 def generator():
-    definition = cases.define("ladder", num_layers=2, tensor=4)
-    params = cases.placed(definition)
+    definition, params = engines.parts(tensor=4)
     return decode.Generator(definition, params, loop=Loop.SCAN), definition, params
 
 
