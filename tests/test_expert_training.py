@@ -4,7 +4,6 @@ checkpoint, refusals.
 
 import dataclasses
 import json
-import pathlib
 import shutil
 
 import numpy as np
@@ -14,6 +13,7 @@ from ladder_jax import checkpoint, config, nn, parallel, train
 from ladder_jax.nn import router_losses
 from ladder_jax.overlap import programs
 from ladder_jax.train import metrics, timing
+from tests.changed import ROOT
 from tests.refusals import refused
 
 # A scan is compiled in a quarter of the time.
@@ -142,7 +142,7 @@ def test_biases_balance_the_load(book, tmp_path):
         "train.log_every=1",
         f"data.path={book}",
     ]
-    recipe = pathlib.Path(__file__).parent.parent / "experiments" / "retrain" / "experts.yaml"
+    recipe = ROOT / "experiments/retrain/experts.yaml"
     overrides = [*small, *(f"{name}={tmp_path / folder}" for name, folder in names.items())]
     train.run(config.load(str(recipe), overrides=overrides), say=lambda line: None)
     assert all(row["divergence"] >= 0 for row in metrics.read(tmp_path / "taught"))

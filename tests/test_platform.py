@@ -4,14 +4,13 @@ plugins complain of.
 
 import json
 import os
-import pathlib
 import types
 
 import pytest
 
 from ladder_jax.parallel import compiled
+from tests.changed import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 PLUGIN = """
 import jax
 def initialize():  # as the plugin for CUDA: it looks for a driver unless a platform is named

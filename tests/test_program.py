@@ -2,8 +2,6 @@
 chunk's, and controls.
 """
 
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,6 +12,7 @@ from ladder_jax.config import Loop, Remat
 from ladder_jax.decode import steps, weights
 from ladder_jax.scopes import LAUNCH
 from tests import cases, communication, compilations, covering
+from tests.changed import ROOT
 
 KINDS = "ladder", "standard", "ladder-2", "ladder-fresh", "parallel-ladder"
 
@@ -81,8 +80,7 @@ def test_every_process_makes_the_same_program(run_python):
     differ.
     """
     code = "from tests import test_program; print(*test_program.lowered())"
-    root = pathlib.Path(__file__).parent.parent
-    done = run_python("-c", code, cwd=root, check_status=0, PYTHONHASHSEED="1")
+    done = run_python("-c", code, cwd=ROOT, check_status=0, PYTHONHASHSEED="1")
     assert done.stdout.split() == lowered()  # of a random seed, as Python's own
 
 

@@ -6,7 +6,6 @@ import concurrent.futures
 import functools
 import multiprocessing
 import os
-import pathlib
 import signal
 import threading
 import time
@@ -14,9 +13,9 @@ import time
 import pytest
 
 from ladder_jax import python
+from tests.changed import ROOT
 from tests.processes.conftest import free_port
 
-ROOT = pathlib.Path(__file__).parent.parent
 SLURM = {
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_NODELIST": "localhost",

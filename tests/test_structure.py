@@ -3,18 +3,17 @@ file is a long one.
 """
 
 import graphlib
-import pathlib
 import re
 
 import pytest
 
 from experiments.walk.__main__ import walk
 from tests import changed
+from tests.changed import ROOT
 from tests.covering import full
 
-ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = ROOT / "ladder_jax"
-MAP = (ROOT / "docs" / "inside.md").read_text()
+MAP = (ROOT / "docs/inside.md").read_text()
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(LIBRARY.rglob("*.py"))

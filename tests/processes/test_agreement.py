@@ -3,7 +3,6 @@ line, in time.
 """
 
 import json
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from ladder_jax.train import metrics
 from tests import cases, runs
 from tests.processes.conftest import free_port, spawning
 
-ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 6
 EVERY = 2
 SETTINGS = f"""

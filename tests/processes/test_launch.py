@@ -3,7 +3,6 @@ scripts with stand-ins for the commands of the clouds.
 """
 
 import os
-import pathlib
 import shlex
 import shutil
 import signal
@@ -17,8 +16,9 @@ import yaml
 
 from ladder_jax import config
 from ladder_jax.processes import Timeouts
+from tests.changed import ROOT
 
-LAUNCH = pathlib.Path(__file__).parents[2] / "experiments" / "launch"
+LAUNCH = ROOT / "experiments/launch"
 MANIFESTS = ("gpu.yaml", "tpu.yaml")
 
 
@@ -226,7 +226,7 @@ def test_dockerfile_installs(stand_in, tmp_path, accelerator, extras, installed)
     (call,) = stand_in.calls("pip")
     assert call[:2] == ["install", "--no-cache-dir"]
     assert call[2] == installed
-    project = tomllib.loads((LAUNCH.parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = set(installed.removeprefix(".").strip("[]").split(",")) - {""}
     assert named <= project["optional-dependencies"].keys()
 
@@ -238,7 +238,7 @@ def test_dockerfile_copies_a_project(tmp_path):
     assert ignored[0] == "*"
     assert copied == {line[1:] for line in ignored if line.startswith("!")}
     for name in copied:
-        source = LAUNCH.parents[1] / name
+        source = ROOT / name
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, tmp_path / name)
     code = "from setuptools.build_meta import prepare_metadata_for_build_wheel as make; make('out')"

@@ -4,7 +4,6 @@ losses of one process.
 
 import contextlib
 import os
-import pathlib
 import re
 import signal
 import socket
@@ -17,6 +16,7 @@ import yaml
 from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
 from tests import runs
+from tests.changed import ROOT
 from tests.covering import full
 
 STEPS = 60
@@ -25,7 +25,7 @@ SETTINGS = f"""
     run.tensorboard=false
 """.split()
 HOST = socket.gethostname()
-MANIFEST = pathlib.Path(__file__).parents[2] / "experiments" / "launch" / "jobset" / "gpu.yaml"
+MANIFEST = ROOT / "experiments/launch/jobset/gpu.yaml"
 
 
 def slurm(process, processes, port):

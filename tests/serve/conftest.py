@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import json
 import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -19,8 +18,8 @@ from ladder_jax.pretrained import open_model
 from ladder_jax.serve import app, server
 from ladder_jax.serve.prepare import Terms
 from tests import cases, starts
+from tests.changed import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 CAPACITY = 128
 MODEL = "book"
 
