@@ -192,6 +192,12 @@ def ask(url, path="/v1/completions", body=None, *, method=None, headers=None, ti
     return response.status, response.headers, json.loads(content) if is_json else content.decode()
 
 
+def refusal(*asked, **how):
+    """The status and the message of a request that is refused."""
+    status, _, answer = ask(*asked, **how)
+    return status, answer["error"]["message"]
+
+
 def metric(url, name):
     """One value of /metrics."""
     lines = ask(url, "/metrics")[2].splitlines()

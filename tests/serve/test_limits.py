@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax.serve import middleware, server
 from tests.refusals import refused
-from tests.serve.conftest import CAPACITY, MODEL, ask, connected, metric, official
+from tests.serve.conftest import CAPACITY, MODEL, ask, connected, metric, official, refusal
 
 LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
 ROUNDS = 8  # of LONG
@@ -139,9 +139,8 @@ def test_bodies_that_are_too_large(engine, serving, monkeypatch):
     monkeypatch.setattr(middleware, "BODY_BYTES", 1000)
     with serving(engine) as (_, url):
         for size in (1001, 3000, 10**6):
-            status, _, answer = ask(url, body=b" " * size)
-            assert status == 413
-            assert answer["error"]["message"] == "the request's body may have 1000 bytes"
+            said = 413, "the request's body may have 1000 bytes"
+            assert refusal(url, body=b" " * size) == said
         assert ask(url, body=b" " * 1000)[0] == 400
         chunks = b"400\r\n" + b" " * 1024 + b"\r\n0\r\n\r\n"
         with raw(url, chunks, head="Transfer-Encoding: chunked") as sock:
@@ -187,26 +186,25 @@ def url(engine, serving):
 
 @pytest.mark.parametrize("body", WRONG, ids=lambda body: repr(body[:40]))
 def test_wrong_bodies(url, body):
-    status, _, answer = ask(url, body=body)
-    said = answer["error"]["message"]
+    status, said = refusal(url, body=body)
     assert status == (404 if b'"mmmm' in body else 400), said
     assert said.startswith(WRONG[body])
     assert len(said) < 1010
 
 
 def test_wrong_paths_methods_and_types(url):
-    status, _, answer = ask(url, "/v1/completion", LONG)
+    status, said = refusal(url, "/v1/completion", LONG)
     assert status == 404
-    assert "did you mean '/v1/completions'?" in answer["error"]["message"]
+    assert "did you mean '/v1/completions'?" in said
     status, headers, answer = ask(url, "/v1/completions")
     assert (status, headers["Allow"]) == (405, "POST")
     assert answer["error"]["message"] == "GET is not for /v1/completions (allowed: POST)"
     status, headers, _ = ask(url, "/health", LONG)
     assert (status, headers["Allow"]) == (405, "GET")
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        status, _, answer = ask(url, body=LONG, headers={"Content-Type": kind})
+        status, said = refusal(url, body=LONG, headers={"Content-Type": kind})
         assert status == 415
-        assert answer["error"]["message"].endswith("its Content-Type application/json")
+        assert said.endswith("its Content-Type application/json")
     assert (
         ask(
             url,

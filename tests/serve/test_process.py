@@ -8,7 +8,7 @@ from concurrent import futures
 
 import pytest
 
-from tests.serve.conftest import ask, metric, official
+from tests.serve.conftest import ask, metric, official, refusal
 from tests.serve.test_limits import LONG, until
 
 # The command, with rounds that take long enough to be met, and may fail.
@@ -105,9 +105,8 @@ def test_an_error_in_the_engine_ends_the_process(start, openai):
     """Those who wait are told, and the status is not 0."""
     process = start(python=FAILING)
     with streamed(process.url, max_tokens=120) as stream:
-        status, _, answer = ask(process.url, body=LONG)
-        assert status == 500
-        assert answer["error"]["message"] == "the engine has failed, and the server ends"
+        said = 500, "the engine has failed, and the server ends"
+        assert refusal(process.url, body=LONG) == said
         assert process.popen.wait(60) == 1
         with pytest.raises(openai.APIError, match="the engine has failed"):
             list(stream)
