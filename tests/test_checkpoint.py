@@ -74,6 +74,7 @@ def save_small(folder, config, **more):
     store = Store(folder, config=config)
     store.save(1, **SMALL, **more)
     store.close()
+    assert store.failure() is None
 
 
 @pytest.fixture(scope="module")
@@ -217,12 +218,11 @@ def test_a_folder_by_way_of_its_parent(tmp_path, monkeypatch):
     definition, params = save("../run")
     assert steps(tmp_path / "elsewhere" / "run") == [1]
     opened = open_checkpoint("../run")
-    same = jax.tree.map(np.array_equal, opened.params(definition), params)
-    assert jax.tree.all(same)
+    jax.tree.map(np.testing.assert_array_equal, opened.params(definition), params)
     assert pretrained.open("../run").model == definition.config
     assert cli.main(["convert", "../run", str(tmp_path / "link" / ".." / "copy")]) == 0
     copied = open_checkpoint(tmp_path / "elsewhere" / "copy").params(definition)
-    assert jax.tree.all(jax.tree.map(np.array_equal, copied, params))
+    jax.tree.map(np.testing.assert_array_equal, copied, params)
 
 
 def test_paths_that_lead_nowhere(tmp_path):
@@ -300,8 +300,7 @@ def three(tmp_path_factory):
 
 @pytest.fixture
 def copy(three, tmp_path):
-    shutil.copytree(three, tmp_path / "checkpoints")
-    return tmp_path / "checkpoints"
+    return shutil.copytree(three, tmp_path / "checkpoints")
 
 
 def opened(folder, **settings):
@@ -319,8 +318,7 @@ def test_every_damaged_file_is_found(three, tmp_path, damage):
     assert len(files) > 10
     assert three / "30" / "manifest.json" in files
     for index, file in enumerate(files):
-        copy = tmp_path / str(index)
-        shutil.copytree(three, copy)
+        copy = shutil.copytree(three, tmp_path / str(index))
         damage(copy / file.relative_to(three))
         if not (copy / "30" / "manifest.json").exists():
             assert open_checkpoint(copy).step == 20  # as of a save that was killed
@@ -336,8 +334,7 @@ def test_every_damaged_file_is_found(three, tmp_path, damage):
 
 def test_an_item_is_compared_before_it_is_read(saved, tmp_path):
     """Reading the parameters does not read the optimizer, and does not trust its own files."""
-    copy = tmp_path / "checkpoints"
-    shutil.copytree(saved[0], copy)
+    copy = shutil.copytree(saved[0], tmp_path / "checkpoints")
     definition = cases.define("ladder")
     cases.flip(copy / "1" / "optimizer")
     open_checkpoint(copy).params(definition)

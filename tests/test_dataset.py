@@ -216,9 +216,8 @@ def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(
 
 def test_other_data_is_refused_when_a_run_is_resumed(book, uninterrupted, tmp_path):
     data = tmp_path / "s" / "store"
-    directory = tmp_path / "run"
     store(tmp_path / "s", book[1])  # the same documents: the same fingerprint
-    shutil.copytree(uninterrupted[0], directory)
+    directory = shutil.copytree(uninterrupted[0], tmp_path / "run")
     stored = json.loads((directory / "config.json").read_text())
     stored["data"]["path"] = str(data)
     (directory / "config.json").write_text(json.dumps(stored))

@@ -28,6 +28,7 @@ def to_bytes(tokens):
 
 
 engine = functools.partial(engines.engine, decoder=to_bytes)
+NINE = Request([1], max_new_tokens=9)
 
 
 @functools.cache
@@ -230,9 +231,9 @@ def test_stops_end_a_request_wherever_they_stand():
 
 def test_a_full_queue():
     ours = engine(max_queue=2)
-    first = [ours.submit(Request([1], max_new_tokens=9)) for _ in range(2)]
+    first = [ours.submit(NINE) for _ in range(2)]
     with pytest.raises(QueueFull, match="no room for 1 more in the queue of 2 requests: 2 wait"):
-        ours.submit(Request([1], max_new_tokens=9))
+        ours.submit(NINE)
     first[0].cancel()
     assert first[0].result() == decode.Result((), "", None, Finish.CANCELLED, 1)
     with pytest.raises(QueueFull, match="no room for 2 more in the queue of 2 requests: 1 wait"):
@@ -329,7 +330,7 @@ def test_stopping_cancels_and_the_engine_can_be_started_again():
 @pytest.mark.parametrize("threaded", [True, False])
 def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
     ours = engine(slots=1)
-    handles = [ours.submit(Request([1], max_new_tokens=9)) for _ in range(3)]
+    handles = [ours.submit(NINE) for _ in range(3)]
 
     def broken(choice):
         raise MemoryError("no more of it")
@@ -342,7 +343,7 @@ def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
             handle.result(timeout=300)
         with pytest.raises(MemoryError):
             list(handle)
-    for use in (ours.step, ours.start, lambda: ours.submit(Request([1], max_new_tokens=9))):
+    for use in (ours.step, ours.start, lambda: ours.submit(NINE)):
         with pytest.raises(RuntimeError, match="the engine ended with an error: MemoryError"):
             use()
     assert isinstance(ours.error, MemoryError)

@@ -175,8 +175,7 @@ def test_a_resumed_run_goes_on_alike(before, book, skipped, tmp_path, request):
     """Also one that was stopped by another policy. The mean that a jump is measured against is part
     of the checkpoint, as is what was left out.
     """
-    directory = tmp_path / "run"
-    shutil.copytree(request.getfixturevalue(before), directory)
+    directory = shutil.copytree(request.getfixturevalue(before), tmp_path / "run")
     shutil.rmtree(directory / "checkpoints" / str(STEPS), ignore_errors=True)
     run(book, directory, "train.on_bad_step=skip")
     assert losses(directory) == losses(skipped)

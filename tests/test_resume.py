@@ -109,8 +109,7 @@ def resumable(uninterrupted, tmp_path):
     """A copy of the run as it stood some steps after its checkpoint of step 30, with that of step
     15 before it.
     """
-    directory = tmp_path / "copy"
-    shutil.copytree(uninterrupted, directory)
+    directory = shutil.copytree(uninterrupted, tmp_path / "copy")
     checkpoints = directory / "checkpoints"
     shutil.rmtree(checkpoints / "45")
     assert sorted(os.listdir(checkpoints)) == ["15", "30"]

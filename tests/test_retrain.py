@@ -171,7 +171,7 @@ def test_only_the_side_network_trains(trained, place, tmp_path):
     after = params_of(side)
     ends = after.pop("side")
     blocks = after["layers"].pop("side")
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
     assert all(np.abs(a).max() > 0 for a in jax.tree.leaves((ends["up"], blocks["gate"])))
     model = open_model(side)
     prompt = [5, 6, 7, 8, 9]
@@ -216,16 +216,21 @@ def test_a_side_network_is_trained_further(trained, place, tmp_path):
             run(place, tmp_path / "wrong", *start, *wrong)
 
 
+def at_step_4(directory, copy):
+    """A copy of a run as it stood at its checkpoint of step 4."""
+    shutil.copytree(directory, copy)
+    shutil.rmtree(copy / "checkpoints" / "8")
+    return copy
+
+
 @pytest.mark.parametrize("which", ["everything", "side", full("frozen"), full("lora")])
 def test_resumed_runs_go_on_exactly(which, trained, place, tmp_path):
-    """From the checkpoint of step 4."""
     directory, _ = trained(which)
-    shutil.copytree(directory, tmp_path / "copy")
-    shutil.rmtree(tmp_path / "copy" / "checkpoints" / "8")
-    said = run(place, tmp_path / "copy", *SETTINGS[which])
+    copy = at_step_4(directory, tmp_path / "copy")
+    said = run(place, copy, *SETTINGS[which])
     assert any("from step 4" in line for line in said)
-    assert losses(tmp_path / "copy") == losses(directory)
-    jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path / "copy"), params_of(directory))
+    assert losses(copy) == losses(directory)
+    jax.tree.map(np.testing.assert_array_equal, params_of(copy), params_of(directory))
 
 
 def test_a_run_whose_tokenizer_could_not_be_written_begins_again(place, tmp_path, monkeypatch):
@@ -248,13 +253,13 @@ def test_a_run_whose_tokenizer_could_not_be_written_begins_again(place, tmp_path
 def test_a_start_that_has_changed_is_refused(trained, place, tmp_path):
     """What low-rank factors stand beside is not in their run's checkpoints."""
     directory, _ = trained("everything")
-    shutil.copytree(directory, tmp_path / "copy")
-    shutil.rmtree(tmp_path / "copy" / "checkpoints" / "8")
-    position = tmp_path / "copy" / "checkpoints" / "4" / "data" / "metadata"
+    copy = at_step_4(directory, tmp_path / "copy")
+    saved = copy / "checkpoints" / "4"
+    position = saved / "data" / "metadata"
     position.write_text(position.read_text().replace('"digest": "', '"digest": "0'))
-    manifest.write(tmp_path / "copy" / "checkpoints" / "4")
+    manifest.write(saved)
     with refused("train.start: .* is not the checkpoint any more"):
-        run(place, tmp_path / "copy", *EVERYTHING)
+        run(place, copy, *EVERYTHING)
 
 
 @pytest.mark.parametrize("said, more", {

@@ -5,7 +5,6 @@ named.
 import functools
 import json
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from ladder_jax.decode import weights
 from tests import cases
 from tests.pretrained import models, record
 from tests.pretrained.conftest import refused
+from tests.test_start import same
 
 
 @functools.cache
@@ -83,13 +83,7 @@ def test_inference_reads_it_one_array_at_a_time(halved):
     whole = pretrained.load(source, mesh=mesh, dtype=np.dtype(np.float32))
     form = dict(loop=Loop.UNROLLED, quantize=Quantize.INT8)
     read = weights.prepare(definition, pretrained.reader(source, definition), **form)
-    for a, b in zip(
-        jax.tree.leaves(read),
-        jax.tree.leaves(weights.prepare(definition, whole, **form)),
-        strict=True,
-    ):
-        assert a.dtype == b.dtype
-        assert np.array_equal(a, b)
+    same(read, weights.prepare(definition, whole, **form))
     up, table = pretrained.reader(source, definition)(
         [("layers/mlp/up", 1), ("embedding/table", None)]
     )

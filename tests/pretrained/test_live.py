@@ -17,10 +17,12 @@ pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
 BOUND = 1e-4  # of the logits' scale
 
 
-def in_and_out(folder, name, out):
+def in_and_out(name, tmp_path):
     """What a model's folder gives: logits, as they are recorded, our Source, and the plain model
-    that is written of it.
+    that is written of it, to "out".
     """
+    folder = models.write(tmp_path / "model", name)
+    out = tmp_path / "out"
     live = record.logits(folder)
     source = pretrained.open(folder)
     assert cases.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
@@ -34,8 +36,7 @@ def in_and_out(folder, name, out):
 def test_standard_models_in_and_out(name, tmp_path, monkeypatch):
     """We compute the same; what is written is plain, and computes exactly the same."""
     monkeypatch.setattr("ladder_jax.pretrained.huggingface.folder.SHARD_BYTES", 30_000)
-    folder = models.write(tmp_path / "model", name)
-    live, source, model = in_and_out(folder, name, tmp_path / "out")
+    live, source, model = in_and_out(name, tmp_path)
     assert cases.error(logits(source), live) <= BOUND
     assert model.generation_config.eos_token_id == [2, 5]
     assert np.array_equal(record.logits(tmp_path / "out"), live)
@@ -44,8 +45,7 @@ def test_standard_models_in_and_out(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", models.EXPERTS)
 def test_experts_in_and_out(name, tmp_path):
     """What is written is a class of transformers, which computes the same."""
-    folder = models.write(tmp_path / "model", name)
-    live, source, model = in_and_out(folder, name, tmp_path / "out")
+    live, source, model = in_and_out(name, tmp_path)
     # PyTorch's own sums depend on alignment
     assert cases.error(record.logits(tmp_path / "out"), live) <= 1e-6
     model.save_pretrained(tmp_path / "saved")  # by transformers' own choice of names

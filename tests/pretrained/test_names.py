@@ -242,8 +242,7 @@ def test_a_model_of_the_hub(files, served, tmp_path, prints, monkeypatch):
     import huggingface_hub
     from huggingface_hub import constants
 
-    folder = tmp_path / "model"
-    shutil.copytree(files / "llama-2", folder)
+    folder = shutil.copytree(files / "llama-2", tmp_path / "model")
     (folder / "pytorch_model.bin").write_bytes(b"x")
     (folder / "onnx").mkdir()
     (folder / "onnx" / "model.safetensors").write_bytes(b"x")

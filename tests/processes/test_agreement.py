@@ -39,8 +39,7 @@ def stood(whole, tmp_path):
     """A copy as it stood after step 4 or so: its checkpoints are those of steps 2 and 4."""
 
     def copy(name):
-        run = tmp_path / name
-        shutil.copytree(whole, run)
+        run = shutil.copytree(whole, tmp_path / name)
         shutil.rmtree(run / "checkpoints" / "6")
         return run
 

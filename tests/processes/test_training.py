@@ -121,6 +121,15 @@ def ended(processes):
     return [process.communicate(timeout=240) for process in processes]
 
 
+def stopped_at(run, *, least):
+    """The last step that a run has logged, which is saved whole; before its end."""
+    last = metrics.read(run)[-1]["step"]
+    assert least <= last < STEPS
+    assert steps(run / "checkpoints")[-1] == last
+    assert verify(run / "checkpoints" / str(last)) == []
+    return last
+
+
 def same(rows, expected, *, rel):
     """Exactly, where `rel` is 0."""
     for key in ("loss", "validation_loss"):
@@ -174,10 +183,6 @@ def test_one_of_four_is_preempted_and_all_save(start, alone, tmp_path):
     four[2].send_signal(signal.SIGTERM)
     said = ended(four)
     assert [process.returncode for process in four] == [143] * 4, said
-    rows = metrics.read(run)
-    stopped = rows[-1]["step"]
-    assert 5 <= stopped < STEPS
-    assert steps(run / "checkpoints")[-1] == stopped
-    assert verify(run / "checkpoints" / str(stopped)) == []
+    stopped = stopped_at(run, least=5)
     assert all(f"SIGTERM: step {stopped} is saved" in err for _, err in said)
-    same(rows, alone, rel=1e-5)
+    same(metrics.read(run), alone, rel=1e-5)

@@ -16,7 +16,7 @@ from etils.epath import backend
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ladder_jax as lj
-from ladder_jax import checkpoint, cli, nn, remote
+from ladder_jax import cli, nn, remote
 from ladder_jax.checkpoint import Pieces, arrays, open_checkpoint, steps, verify
 from ladder_jax.config import RunConfig, load
 from ladder_jax.data.store import Store
@@ -28,6 +28,7 @@ from ladder_jax.train import folder as runs, metrics, session
 from tests.processes.conftest import free_port
 from tests.refusals import refused
 from tests.remote.conftest import IN_S3
+from tests.test_checkpoint import save_small
 from tests.test_resume import wait
 from tests.test_tokens import TEXTS, lines, make, texts_in
 
@@ -263,10 +264,7 @@ def test_a_store_that_is_away_while_a_checkpoint_is_written(away, monkeypatch, t
     """
     interrupt(away, monkeypatch, f"ladder_jax.{begins}")
     where = begins.rpartition(".")[2]
-    saving = checkpoint.Store(f"{away.url(where)}/checkpoints", config=RunConfig())
-    saving.save(1, params={"a": jnp.zeros(3)}, optimizer={"b": jnp.zeros(3)})
-    saving.close()
-    assert saving.failure() is None
+    save_small(f"{away.url(where)}/checkpoints", RunConfig())
     assert verify(absolute(away.url(where)) / "checkpoints" / "1") == []
     downloaded(away, f"{where}/checkpoints/1/", tmp_path)
     assert verify(tmp_path) == []
@@ -335,11 +333,7 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
 def test_a_name_that_is_no_url(away):
     """Of a%41 the arrays were in aA, which may be another run; of a#1 there were none."""
     name = "odd/a%41#1|é 100%"
-    params = dict(a=np.ones(3, np.float32))
-    saving = checkpoint.Store(away.url(name), config=RunConfig())
-    saving.save(1, params=params, optimizer=params)
-    saving.close()
-    assert saving.failure() is None
+    save_small(away.url(name), RunConfig())
     assert verify(absolute(away.url(name)) / "1") == []
     assert all(key.startswith(f"{name}/1/") for key, _ in away.bucket.sorted("odd/"))
 
