@@ -29,6 +29,7 @@ from tests import cases
 from tests.refusals import refused
 
 CONFIG = cases.model("ladder", num_layers=1, d_model=16, num_heads=2, num_kv_heads=2, d_ff=16)
+DEFINITION = nn.define(CONFIG, mesh=parallel.make_mesh())
 TOKENS = cases.tokens((2, 6))
 
 
@@ -38,6 +39,10 @@ def params_of(config=CONFIG):
 
 def generator():
     return decode.Generator(DEFINITION, params_of())
+
+
+def scorer():
+    return evaluate.Scorer(DEFINITION, params_of())
 
 
 def without(*path):
@@ -97,20 +102,26 @@ def test_another_models_parameters_are_refused(params, message):
 
 def test_and_by_the_compiled_function():
     """Two layers' arrays ran as one layer's, truncated."""
-    program = nn.compiled_logits(nn.define(CONFIG, mesh=parallel.make_mesh()))
+    program = nn.compiled_logits(DEFINITION)
     with refused("params.layers.attention.key has the shape"):
         program(other(num_layers=2), TOKENS)
     assert np.isfinite(program(params_of(), TOKENS)).all()
 
 
+def loss(params, tokens):
+    return train.loss_and_gradients(DEFINITION)(params, tokens)[0]
+
+
+def stepped(params, tokens):
+    """The loss of a training step from `params`."""
+    settings = dict(config=config.TrainConfig())
+    state = train.initial_state(DEFINITION, params=params, **settings)
+    return train.train_step(DEFINITION, **settings)(state, tokens)[1]["loss"]
+
+
 @pytest.mark.parametrize(
     "program",
-    [
-        lambda params, tokens: train.loss_and_gradients(DEFINITION)(params, tokens)[0],
-        jax.jit(lambda params, tokens: train.loss_and_gradients(DEFINITION)(params, tokens)[0]),
-        lambda params, tokens: train.mean_loss(DEFINITION)(params, tokens),
-        lambda params, tokens: stepped(params, tokens),
-    ],
+    [loss, jax.jit(loss), train.mean_loss(DEFINITION), stepped],
     ids=["loss_and_gradients", "compiled", "mean_loss", "train_step"],
 )
 def test_and_by_training(program):
@@ -122,13 +133,6 @@ def test_and_by_training(program):
     with refused(r"tokens must be \[B, T\] .*, not \(6,\)"):
         program(params_of(), TOKENS[0])
     assert np.isfinite(program(params_of(), TOKENS.astype(np.uint8)))
-
-
-def stepped(params, tokens):
-    """The loss of a training step from `params`."""
-    settings = dict(config=config.TrainConfig())
-    state = train.initial_state(DEFINITION, params=params, **settings)
-    return train.train_step(DEFINITION, **settings)(state, tokens)[1]["loss"]
 
 
 def test_what_no_model_is_made_of():
@@ -175,7 +179,6 @@ def test_tokens_outside_the_vocabulary():
     assert np.array_equal(model(edge.astype(np.int64)), model(edge.tolist()))
 
 
-DEFINITION = nn.define(CONFIG, mesh=parallel.make_mesh())
 ON_TWO = nn.define(CONFIG, mesh=parallel.make_mesh(tensor=2))
 RNGS = nnx.Rngs(0)
 GREEDY = config.DecodeConfig()
@@ -356,19 +359,19 @@ WRONG = {
         "model must be of type Transformer or Scorer or Model, not 'runs/book'",
     ),
     "perplexity of a number": (
-        lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), 5),
+        lambda: evaluate.perplexity(scorer(), 5),
         "tokens must be of type Sequence or ndarray or Array, not 5",
     ),
     "perplexity of a text": (
-        lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), "hello"),
+        lambda: evaluate.perplexity(scorer(), "hello"),
         "a document must be a list of whole numbers, not 'hello'",
     ),
     "text_perplexity": (
-        lambda: evaluate.text_perplexity(evaluate.Scorer(DEFINITION, params_of()), ["hello"]),
+        lambda: evaluate.text_perplexity(scorer(), ["hello"]),
         "model must be of type Model, not a Scorer",
     ),
     "text_perplexity of one text": (
-        lambda: evaluate.text_perplexity(evaluate.Scorer(DEFINITION, params_of()), "hello"),
+        lambda: evaluate.text_perplexity(scorer(), "hello"),
         "texts must be of type list or tuple, not 'hello'",
     ),
     "compiled_logits(loop=)": (
