@@ -30,9 +30,7 @@ def project(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / "tests" / "changed.py").write_text(
-        (changed.ROOT / "tests" / "changed.py").read_text()
-    )
+    (tmp_path / "tests/changed.py").write_text((changed.ROOT / "tests/changed.py").read_text())
     author = ["-c", "user.name=A", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "begun"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
@@ -55,7 +53,7 @@ def run(project, *words):
 
 
 def test_the_nearest_come_first_and_others_not_at_all(project):
-    (project / "ladder_jax" / "low.py").write_text("SIZE = 2")
+    (project / "ladder_jax/low.py").write_text("SIZE = 2")
     ran, done = run(project)
     assert ran == ["test_low", "test_middle", "test_table"]
     assert "2 passed" in done.stdout
@@ -64,13 +62,13 @@ def test_the_nearest_come_first_and_others_not_at_all(project):
 
 
 def test_no_test_begins_when_the_time_is_over(project):
-    (project / "ladder_jax" / "middle.py").write_text("")
+    (project / "ladder_jax/middle.py").write_text("")
     assert "2 skipped" in run(project, "--within", "0")[1].stdout
 
 
 def test_a_page_and_a_new_test_are_edits_and_a_commit_is_one_since_another(project):
-    (project / "docs" / "guide.md").write_text("more")
-    (project / "tests" / "test_new.py").write_text("def test_new():\n    pass")
+    (project / "docs/guide.md").write_text("more")
+    (project / "tests/test_new.py").write_text("def test_new():\n    pass")
     assert "2 files of tests reach them" in run(project)[1].stdout
     subprocess.run(["git", "stash", "-qu"], cwd=project, check=True)
     assert "0 edited files" in run(project)[1].stdout

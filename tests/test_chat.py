@@ -123,7 +123,7 @@ def test_standard_input_that_is_no_message(given, content, message):
 
 def test_without_a_template(run, tmp_path, mistake):
     shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / "tokenizer" / "chat_template.jinja").unlink()
+    (tmp_path / "run/tokenizer/chat_template.jinja").unlink()
     assert "has no chat template" in mistake("generate", "run", "--chat")
 
 

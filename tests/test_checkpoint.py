@@ -46,7 +46,7 @@ from tests.refusals import refused
 
 def rewrite_meta(folder, *, without=None, **changes):
     """What another program, or a later version, would have written."""
-    file = folder / "meta" / "metadata"
+    file = folder / "meta/metadata"
     meta = json.loads(file.read_text()) | changes
     meta.pop(without, None)
     file.write_text(json.dumps(meta))
@@ -125,7 +125,7 @@ def test_orbax_reads_it(saved):
     """By plain names, without a framework's wrapper."""
     folder, _, params = saved
     handler = ocp.PyTreeCheckpointHandler()
-    item = folder / "1" / "params"
+    item = folder / "1/params"
     as_numpy = lambda _: ocp.RestoreArgs(restore_type=np.ndarray)
     kinds = jax.tree.map(as_numpy, handler.metadata(item).tree)
     found = handler.restore(item, args=ocp.args.PyTreeRestore(restore_args=kinds))
@@ -212,16 +212,16 @@ def test_a_folder_by_way_of_its_parent(tmp_path, monkeypatch):
     """As in `run.dir=../run`: tensorstore takes no such path, and every save failed, and a whole
     checkpoint was called damaged. Where a link comes before, the parent is the link's target's.
     """
-    (tmp_path / "elsewhere" / "here").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "here")
-    monkeypatch.chdir(tmp_path / "elsewhere" / "here")
+    (tmp_path / "elsewhere/here").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere/here")
+    monkeypatch.chdir(tmp_path / "elsewhere/here")
     definition, params = save("../run")
-    assert steps(tmp_path / "elsewhere" / "run") == [1]
+    assert steps(tmp_path / "elsewhere/run") == [1]
     opened = open_checkpoint("../run")
     jax.tree.map(np.testing.assert_array_equal, opened.params(definition), params)
     assert pretrained.open("../run").model == definition.config
-    assert cli.main(["convert", "../run", str(tmp_path / "link" / ".." / "copy")]) == 0
-    copied = open_checkpoint(tmp_path / "elsewhere" / "copy").params(definition)
+    assert cli.main(["convert", "../run", str(tmp_path / "link/../copy")]) == 0
+    copied = open_checkpoint(tmp_path / "elsewhere/copy").params(definition)
     jax.tree.map(np.testing.assert_array_equal, copied, params)
 
 
@@ -316,11 +316,11 @@ def test_every_damaged_file_is_found(three, tmp_path, damage):
     """Each file of a checkpoint in turn: found and named."""
     files = sorted(p for p in (three / "30").rglob("*") if p.is_file() and p.stat().st_size)
     assert len(files) > 10
-    assert three / "30" / "manifest.json" in files
+    assert three / "30/manifest.json" in files
     for index, file in enumerate(files):
         copy = shutil.copytree(three, tmp_path / str(index))
         damage(copy / file.relative_to(three))
-        if not (copy / "30" / "manifest.json").exists():
+        if not (copy / "30/manifest.json").exists():
             assert open_checkpoint(copy).step == 20  # as of a save that was killed
             continue
         with pytest.raises(Damaged, match="damaged or incomplete: ") as said:
@@ -336,9 +336,9 @@ def test_an_item_is_compared_before_it_is_read(saved, tmp_path):
     """Reading the parameters does not read the optimizer, and does not trust its own files."""
     copy = shutil.copytree(saved[0], tmp_path / "checkpoints")
     definition = cases.define("ladder")
-    cases.flip(copy / "1" / "optimizer")
+    cases.flip(copy / "1/optimizer")
     open_checkpoint(copy).params(definition)
-    cases.flip(copy / "1" / "params")
+    cases.flip(copy / "1/params")
     with pytest.raises(Damaged, match="params/.* has other contents than were written"):
         open_checkpoint(copy).params(definition)
 
@@ -442,7 +442,7 @@ def test_a_save_that_fails_leaves_the_others(copy):
 
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path):
-    folder = tmp_path / "run" / "checkpoints"
+    folder = tmp_path / "run/checkpoints"
     store = opened(folder)
     store.save(10, **SMALL)
     store.wait()
@@ -462,7 +462,7 @@ def test_names_and_metas_that_no_run_wrote(copy):
     assert steps(copy) == [10, 20, 30]
     assert open_checkpoint(copy).step == 30
     assert cli.main(["checkpoints", str(copy)]) == 0
-    whole = json.loads((copy / "30" / "meta" / "metadata").read_text())
+    whole = json.loads((copy / "30/meta/metadata").read_text())
     for lacking in ("step", "config"):
         rewrite_meta(copy / "30", without=lacking, **whole)
         with pytest.raises(Damaged, match="its meta has no step, or no config"):
@@ -486,7 +486,7 @@ def test_the_verb(three, tmp_path, capsys):
     verified = lambda: cli.main(["checkpoints", str(run), "--verify"])
     assert verified() == 0
     assert capsys.readouterr().out.count("whole") == 3
-    cases.flip(run / "checkpoints" / "30" / "data" / "metadata")
+    cases.flip(run / "checkpoints/30" / "data/metadata")
     # What is damaged counts for nothing, and is left for its owner to see.
     status, answer, states = listed("--prune", "last=1,best=1")
     assert (status, states) == (1, {20: "whole", 30: "damaged"})

@@ -55,7 +55,7 @@ def test_generate(prints, trained):
     assert greedy.startswith("the cat")
     assert len(greedy) > len("the cat") + 5
     assert prints(*ask, "--tensor", "1") == greedy
-    assert prints("generate", trained / "checkpoints" / "4", *ask[2:]).startswith("the cat")
+    assert prints("generate", trained / "checkpoints/4", *ask[2:]).startswith("the cat")
 
 
 def test_generate_in_a_process(run_cli, trained, tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def place(tmp_path_factory):
     model = models.write(folder / "SmolLM2-135M", "llama-2", **shape)
     gguf_files.small().save(str(model / "tokenizer.json"))
     (folder / "web").mkdir()
-    (folder / "web" / "a.txt").write_text(text)
+    (folder / "web/a.txt").write_text(text)
     for name in ("experiments/predict", "docs/pictures"):
         (folder / name).mkdir(parents=True)
     tokenizers.folder(folder / "FOLDER")

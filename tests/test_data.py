@@ -25,7 +25,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.md").write_text("first", encoding="utf-8-sig")
-    (tmp_path / "sub" / "c").write_text("third ü")
+    (tmp_path / "sub/c").write_text("third ü")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
     (tmp_path / ".DS_Store").write_text("hidden")
     assert (

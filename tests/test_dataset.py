@@ -215,7 +215,7 @@ def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(
 
 
 def test_other_data_is_refused_when_a_run_is_resumed(book, uninterrupted, tmp_path):
-    data = tmp_path / "s" / "store"
+    data = tmp_path / "s/store"
     store(tmp_path / "s", book[1])  # the same documents: the same fingerprint
     directory = shutil.copytree(uninterrupted[0], tmp_path / "run")
     stored = json.loads((directory / "config.json").read_text())
@@ -246,7 +246,7 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
     again = lambda: run(data, directory, f"data.tokenizer={folder}", *more.split())
     result = again()
     whole = losses(directory)
-    shutil.rmtree(directory / "checkpoints" / "10")
+    shutil.rmtree(directory / "checkpoints/10")
     tomorrow = lambda: time.time() + 24 * 3600
     later = types.SimpleNamespace(time=tomorrow, perf_counter=time.perf_counter)
     monkeypatch.setattr(timing, "time", later)

@@ -45,11 +45,11 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
     run(book, tmp_path / "run", "mesh.tensor=4", *more)
     of_one_mesh = metrics.read(tmp_path / "run")
     biases = bias_of(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
-    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    shutil.rmtree(tmp_path / "run/checkpoints/4")
+    written = json.loads((tmp_path / "run/config.json").read_text())
     # as if the run were older than this setting
     assert written["model"]["moe"].pop("shared_gate") is False
-    (tmp_path / "run" / "config.json").write_text(json.dumps(written))
+    (tmp_path / "run/config.json").write_text(json.dumps(written))
     result = run(book, tmp_path / "run", "mesh.data=2", *more)
     rows = metrics.read(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -43,7 +43,7 @@ def test_whole_or_not_at_all(tmp_path, error, said):
 
 def test_a_link_stays(tmp_path):
     (tmp_path / "there").mkdir()
-    target = tmp_path / "there" / "target.json"
+    target = tmp_path / "there/target.json"
     link = tmp_path / "link.json"
     target.write_text("old")
     link.symlink_to(target)
@@ -57,13 +57,13 @@ def test_a_link_stays(tmp_path):
 def test_a_folder_below_that_cannot_be_read(tmp_path, monkeypatch):
     """Its files would be left out without a word, as would those of a link to a folder."""
     (tmp_path / "open").mkdir()
-    write(tmp_path / "open" / "a.txt")
-    (tmp_path / "open" / "loop").symlink_to(tmp_path)
+    write(tmp_path / "open/a.txt")
+    (tmp_path / "open/loop").symlink_to(tmp_path)
     (tmp_path / "shut").mkdir()
-    (tmp_path / "shut" / "link").symlink_to(tmp_path / "open")
-    assert files.below(tmp_path, data=True) == [tmp_path / "open" / "a.txt"]
+    (tmp_path / "shut/link").symlink_to(tmp_path / "open")
+    assert files.below(tmp_path, data=True) == [tmp_path / "open/a.txt"]
     assert files.below(tmp_path / "shut") == []
-    assert files.below(tmp_path / "shut", data=True) == [tmp_path / "shut" / "link" / "a.txt"]
+    assert files.below(tmp_path / "shut", data=True) == [tmp_path / "shut/link/a.txt"]
     with refused("'/dev/null': this is a device or a pipe; name a file"):
         files.below(pathlib.Path("/dev/null"))
     scan = os.scandir  # root may read anything
@@ -151,10 +151,10 @@ def test_the_cache_of_a_users_home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("LADDER_JAX_CACHE", "~/kept")
-    assert files.cache_folder("x") == tmp_path / "home" / "kept" / "x"
+    assert files.cache_folder("x") == tmp_path / "home/kept/x"
     monkeypatch.delenv("LADDER_JAX_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert files.cache_folder("x") == tmp_path / "home" / ".cache" / "ladder_jax" / "x"
+    assert files.cache_folder("x") == tmp_path / "home/.cache" / "ladder_jax/x"
     assert os.listdir(tmp_path) == ["home"]
 
 

@@ -19,7 +19,7 @@ def test_what_is_no_manifest(tmp_path):
 def test_files_and_folders_are_on_the_disk_when_a_manifest_is_written(monkeypatch, tmp_path):
     """A machine that loses its power then has lost no file's content, and no folder's entry."""
     folder = tmp_path / "1"
-    (folder / "params" / "layers").mkdir(parents=True)
+    (folder / "params/layers").mkdir(parents=True)
     for name in ("config.json", "params/index", "params/layers/0"):
         (folder / name).write_text("content")
     synced = set()

@@ -150,7 +150,7 @@ def test_the_speed_model_beside_the_card():
     """A rank's share without communication: the page of experiments/predict says how far it is
     off.
     """
-    page = " ".join((command.HERE.parent / "predict" / "README.md").read_text().split())
+    page = " ".join((command.HERE.parent / "predict/README.md").read_text().split())
     rows = study.load(command.HERE / "results.json")["wire"]["rows"]
     model = config.preset("llama-3-70b", num_layers=8, residual="no-communication")
     on = dict(machine=machine.load("h200-nvlink"), tensor=8, new_tokens=64, by=Choice())

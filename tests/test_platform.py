@@ -28,8 +28,8 @@ def environment(tmp_path_factory):
     installed ones.
     """
     folder = tmp_path_factory.mktemp("plugins")
-    (folder / "jax_plugins" / "xla_cuda99").mkdir(parents=True)
-    (folder / "jax_plugins" / "xla_cuda99" / "__init__.py").write_text(PLUGIN)
+    (folder / "jax_plugins/xla_cuda99").mkdir(parents=True)
+    (folder / "jax_plugins/xla_cuda99/__init__.py").write_text(PLUGIN)
     return {
         "JAX_PLATFORMS": "",
         "JAX_NUM_CPU_DEVICES": "1",

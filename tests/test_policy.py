@@ -133,7 +133,7 @@ def losses(directory):
 
 
 def position(directory, step):
-    return json.loads((directory / "checkpoints" / str(step) / "data" / "metadata").read_text())
+    return json.loads((directory / "checkpoints" / str(step) / "data/metadata").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def test_killed_again_and_again(book, resumable, uninterrupted, kills):
     directory = resumable
     starts = 1
     moments = random.Random(0)
-    shutil.rmtree(directory / "checkpoints" / "30")
+    shutil.rmtree(directory / "checkpoints/30")
     died = {"step": 0, "save": 0, "evaluation": 0}
     while any(died[kind] < often for kind, often in kills.items()):
         kind = min(kills, key=died.get)  # the one with the fewest
@@ -222,7 +222,7 @@ def test_a_full_disk(book, tmp_path, uninterrupted):
     directory = disk / "run"
     disk.mkdir()
     size = sum(
-        p.stat().st_size for p in (uninterrupted / "checkpoints" / "45").rglob("*") if p.is_file()
+        p.stat().st_size for p in (uninterrupted / "checkpoints/45").rglob("*") if p.is_file()
     )
     mount = ["mount", "-t", "tmpfs", "-o", f"size={2 * size}", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True).returncode:
@@ -326,7 +326,7 @@ def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupt
     as it should.
     """
     checkpoints = resumable / "checkpoints"
-    cases.flip(checkpoints / "30" / "optimizer")
+    cases.flip(checkpoints / "30/optimizer")
     before = (resumable / "metrics.jsonl").read_bytes()
     with pytest.raises(Damaged, match="other contents than were written .run.on_damaged=previous"):
         run(book, resumable)
@@ -348,12 +348,12 @@ def test_no_whole_checkpoint_is_no_fresh_start(book, resumable):
 
 
 def test_a_checkpoint_from_before_there_were_manifests(book, resumable, uninterrupted):
-    step = resumable / "checkpoints" / "30"
+    step = resumable / "checkpoints/30"
     (step / "manifest.json").unlink()
     shutil.rmtree(step / "data")
-    meta = json.loads((step / "meta" / "metadata").read_text())
+    meta = json.loads((step / "meta/metadata").read_text())
     old = {key: meta[key] for key in ("format", "version", "step", "config")}
-    (step / "meta" / "metadata").write_text(json.dumps(old))
+    (step / "meta/metadata").write_text(json.dumps(old))
     assert f"resuming {resumable} from step 30" in run(book, resumable)
     assert losses(resumable) == losses(uninterrupted)
 

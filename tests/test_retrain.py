@@ -219,7 +219,7 @@ def test_a_side_network_is_trained_further(trained, place, tmp_path):
 def at_step_4(directory, copy):
     """A copy of a run as it stood at its checkpoint of step 4."""
     shutil.copytree(directory, copy)
-    shutil.rmtree(copy / "checkpoints" / "8")
+    shutil.rmtree(copy / "checkpoints/8")
     return copy
 
 
@@ -254,8 +254,8 @@ def test_a_start_that_has_changed_is_refused(trained, place, tmp_path):
     """What low-rank factors stand beside is not in their run's checkpoints."""
     directory, _ = trained("everything")
     copy = at_step_4(directory, tmp_path / "copy")
-    saved = copy / "checkpoints" / "4"
-    position = saved / "data" / "metadata"
+    saved = copy / "checkpoints/4"
+    position = saved / "data/metadata"
     position.write_text(position.read_text().replace('"digest": "', '"digest": "0'))
     manifest.write(saved)
     with refused("train.start: .* is not the checkpoint any more"):

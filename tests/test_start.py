@@ -76,7 +76,7 @@ def test_the_values_are_those_of_all_at_once(case, chunk, tmp_path, monkeypatch)
 
 def test_a_chunk_is_a_layer(wide):
     """Of what a run saves: else a layer could not be read without its stack."""
-    folder = wide / "checkpoints" / "1" / "params"
+    folder = wide / "checkpoints/1/params"
     for name, layers in (("layers/mlp/up", 4), ("embedding/table", 0)):
         opened = arrays.opened(folder, name).result()
         assert opened.chunk_layout.read_chunk.shape == (
@@ -94,7 +94,7 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
     own = dict(list(whole.items())[2:])
     sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: own)
     like = SimpleNamespace(shape=(128, 512), dtype=np.dtype(np.float32), sharding=sharding)
-    store = arrays.opened(wide / "checkpoints" / "1" / "params", "layers/mlp/up").result()[2]
+    store = arrays.opened(wide / "checkpoints/1/params", "layers/mlp/up").result()[2]
     reads = arrays.begin_read(store, like)
     shares = []
     assert set(reads) == set(own.values())

@@ -121,7 +121,7 @@ def pages(tmp_path):
         rows = datasets.Dataset.from_dict({"text": [f"{name} {index} {row}" for row in range(4)]})
         rows.to_parquet(folder / "data" / f"{name}-{index:05d}.parquet")
     (tmp_path / "csv").mkdir()
-    (tmp_path / "csv" / "train.csv").write_text("id,text\n1,001\n2,null\n")
+    (tmp_path / "csv/train.csv").write_text("id,text\n1,001\n2,null\n")
     return folder
 
 
@@ -150,7 +150,7 @@ def test_the_hub(pages, tmp_path, run_python):
     where = "hf://datasets/someone/pages"
     home.mkdir()
     # of its name, below what will be the current folder: not what is meant
-    local = tmp_path / "someone" / "pages"
+    local = tmp_path / "someone/pages"
     local.mkdir(parents=True)
     for name in ("train.csv", "pages.py"):
         (local / name).write_text("text\nnot the Hub's\n")
@@ -203,7 +203,7 @@ def test_nothing_is_left_behind(run_cli, tmp_path):
     here = dict(
         HOME=str(tmp_path / "home"),
         TMPDIR=str(tmp_path / "temporary"),
-        HF_HOME=str(tmp_path / "home" / "hf"),
+        HF_HOME=str(tmp_path / "home/hf"),
     )
     run_cli(
         "tokenize", "a.csv", "--out", "out", "--workers", "1", cwd=tmp_path, check_status=0, **here

@@ -124,7 +124,7 @@ def test_several_stop_ids(tmp_path):
 
 def test_the_chat_template(tmp_path):
     ours = tokenizer.load(tokenizers.folder(tmp_path / "t"))
-    theirs = Theirs.from_file(str(tmp_path / "t" / "tokenizer.json"))
+    theirs = Theirs.from_file(str(tmp_path / "t/tokenizer.json"))
     tokens = ours.chat(
         [{"role": "system", "content": " be kind "}, {"role": "user", "content": "the <cat>"}]
     )
@@ -189,7 +189,7 @@ def test_templates_in_the_configuration(tmp_path):
 
 def test_a_copy_for_a_run(tmp_path):
     ours = tokenizer.load(tokenizers.folder(tmp_path / "a"))
-    where = tmp_path / "run" / "tokenizer"
+    where = tmp_path / "run/tokenizer"
     for _ in range(2):
         tokenizer.save(ours, where)
     copy = tokenizer.load(where)

@@ -98,7 +98,7 @@ def test_every_kind_of_source(tmp_path):
     (folder / "b.png").write_bytes(b"\x89PNG\xff")
     # no newline at the end
     (folder / "c.jsonl").write_text('{"text": "two"}\n\n{"text": ""}\n{"text": "thr\\u00e9e"}')
-    with gzip.open(folder / "d" / "e.jsonl.gz", "wt") as file:
+    with gzip.open(folder / "d/e.jsonl.gz", "wt") as file:
         file.write(lines(["four", "five"]))
     rows = [f"row {index}" for index in range(50)]
     table = {"text": pyarrow.array(rows, pyarrow.string_view()), "n": range(50)}
@@ -107,7 +107,7 @@ def test_every_kind_of_source(tmp_path):
     (folder / "h.md").write_text("last")
     (folder / "._c.jsonl").write_bytes(b"\0\5\x16\7")  # macOS's, beside c.jsonl
     (folder / ".cache").mkdir()
-    (folder / ".cache" / "i.metadata").write_text("hidden")
+    (folder / ".cache/i.metadata").write_text("hidden")
     made = make([folder], tmp_path / "out")
     assert texts_in(tmp_path / "out") == ["one", "two", "thrée", "four", "five", *rows, "last"]
     assert sum(shard.empty for shard in made.shards) == 2
@@ -150,7 +150,7 @@ def test_another_tokenizer(words, tmp_path):
     half = tmp_path / "half"
     make(out=half, share=slice(1), **one)
     config = {"eos_token": tokenizers.BEGIN}
-    (tmp_path / "away" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "away/tokenizer_config.json").write_text(json.dumps(config))
     with refused("documents end with another token"):
         make(out=tmp_path / "out", **one)
     make(out=half, workers=1, **one)  # which reads the tokenizer anew
@@ -433,7 +433,7 @@ def offset(folder, index, value):
 
 def test_a_token_that_no_tokenizer_has(words, tmp_path):
     """Where the bytes have changed to what cannot be looked up."""
-    file = tmp_path / "out" / "00000.tokens"
+    file = tmp_path / "out/00000.tokens"
     content = np.fromfile(file, "<u2")
     content[7] = words.vocab_size
     content.tofile(file)

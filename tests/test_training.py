@@ -177,7 +177,7 @@ def test_a_run_without_steps_may_be_begun_anew(book, tmp_path, monkeypatch):
         run(book, directory, larger)
     given = config.load("tiny", overrides=runs.words(book, directory))
     start = dataclasses.replace(given, train=dataclasses.replace(given.train, start="elsewhere"))
-    part = directory / "checkpoints" / "1"
+    part = directory / "checkpoints/1"
     for wrong in (start, given):
         with refused("train.batch was 8, now 4"):
             folder.check(wrong, directory)
@@ -202,9 +202,9 @@ def test_a_folder_among_the_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("the cat sat on the mat. " * 400)
     with refused(r"run' lies in data.path='\.': its own files would become"):
-        run(".", tmp_path / "runs" / "run")
+        run(".", tmp_path / "runs/run")
     assert os.listdir(tmp_path) == ["book.txt"]
-    run("book.txt", tmp_path / "runs" / "run")
+    run("book.txt", tmp_path / "runs/run")
 
 
 @pytest.mark.parametrize("name", ["caf\udce9", "a\0b", "a.__lock/b"])

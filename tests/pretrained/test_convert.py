@@ -128,7 +128,7 @@ def test_mistakes(words, small, tmp_path, mistake):
 def test_what_is_there_stays(small, tmp_path, mistake, prints):
     """A taken place, and one that another process is writing, by the command line's words."""
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("mine")
+    (tmp_path / "mine/file").write_text("mine")
     assert "is there already" in mistake("convert", small, tmp_path / "mine")
     assert "cannot hold checkpoints" in mistake("convert", small, tmp_path / "a.__lock")
     folder = tmp_path / ".out.converting"
@@ -137,7 +137,7 @@ def test_what_is_there_stays(small, tmp_path, mistake, prints):
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert "another process is writing" in mistake("convert", small, tmp_path / "out")
     os.close(lock)  # as when it is killed
-    params = folder / "out" / "checkpoints" / "0" / "params"
+    params = folder / "out/checkpoints" / "0/params"
     params.mkdir(parents=True)
     (params / "manifest.ocdbt").write_text("half")
     prints("convert", small, tmp_path / "out")

@@ -67,7 +67,7 @@ def test_index_and_shards_disagree(whole):
     file.write_text("[" * 100_000)
     assert "not JSON" in refused(whole)
     # saved again as one file, by transformers, which leaves the index there
-    os.rename(whole.parent / "made" / "model.safetensors", whole / "model.safetensors")
+    os.rename(whole.parent / "made/model.safetensors", whole / "model.safetensors")
     pretrained.open(whole)
 
 
@@ -132,7 +132,7 @@ def test_what_is_no_model(tmp_path):
 def test_a_file_that_is_cut_short_or_removed_while_it_is_read(tmp_path):
     """An error, where a memory map would end the process (SIGBUS)."""
     source = pretrained.open(models.write(tmp_path / "model", "llama-2"))
-    file = tmp_path / "model" / "model.safetensors"
+    file = tmp_path / "model/model.safetensors"
     os.truncate(file, 4000)
     for stored in source.arrays.values():
         with pytest.raises(UserError, match=f"{file.name}' was cut short: it was complete when"):

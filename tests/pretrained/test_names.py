@@ -74,7 +74,7 @@ def test_text_without_converting_first(name, files, tmp_path, prints):
     """One command and three lines of Python give what the converted checkpoint gives, and below it
     the tokens.
     """
-    converted = tmp_path / "new" / "converted"
+    converted = tmp_path / "new/converted"
     text = by_way_of_convert(prints, files / name, converted)
     assert text.startswith(TEXT)
     assert len(text) > len(TEXT) + 1
@@ -245,7 +245,7 @@ def test_a_model_of_the_hub(files, served, tmp_path, prints, monkeypatch):
     folder = shutil.copytree(files / "llama-2", tmp_path / "model")
     (folder / "pytorch_model.bin").write_bytes(b"x")
     (folder / "onnx").mkdir()
-    (folder / "onnx" / "model.safetensors").write_bytes(b"x")
+    (folder / "onnx/model.safetensors").write_bytes(b"x")
     text = prints("generate", files / "llama-2", *WORDS)
     shape = "predict --model someone/small --hardware v5e --tensor 1 --residual ladder".split()
     with served(folder) as (url, asked):
@@ -327,7 +327,7 @@ def model():
 
 def test_saved_and_loaded(model, tmp_path, prints):
     """One's own weights, on any mesh, and as an export."""
-    saved = tmp_path / "new" / "one"
+    saved = tmp_path / "new/one"
     model.decode = DecodeConfig(top_k=3)
     model.save(saved)
     model.decode = DecodeConfig()
@@ -340,7 +340,7 @@ def test_saved_and_loaded(model, tmp_path, prints):
         model.params,
         jax.tree.map(lambda ours, theirs: theirs[: len(ours)], model.params, again.params),
     )
-    assert not checkpoint.verify(saved / "checkpoints" / "0")
+    assert not checkpoint.verify(saved / "checkpoints/0")
     text = prints("generate", saved, "--tensor", "2", *WORDS)
     assert text == TEXT + model.generate(TEXT, top_k=3, **NEW) + "\n"
     with refusals.refused("is there already"):

@@ -72,7 +72,7 @@ def test_topologies_are_named_and_come_back(name, tmp_path):
     assert dataclasses.replace(again.model, ladder_layers=None) == dataclasses.replace(
         made.model, ladder_layers=None
     )
-    assert (tmp_path / "out" / "modeling_ladder.py").is_file()
+    assert (tmp_path / "out/modeling_ladder.py").is_file()
     models.same_arrays(again, made)
 
 
@@ -92,7 +92,7 @@ def test_the_pytorch_program_computes_what_we_do(name, tmp_path):
 
 def test_a_checkpoint_is_exported_without_its_padding(tmp_path):
     definition = cases.define("ladder", num_layers=2, tensor=4)
-    starts.save(tmp_path / "run" / "checkpoints", definition)
+    starts.save(tmp_path / "run/checkpoints", definition)
     params = cases.placed(definition)
     assert params["embedding"]["table"].shape[0] == 512
     pretrained.write_huggingface(pretrained.open(tmp_path / "run"), tmp_path / "out")

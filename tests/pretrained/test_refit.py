@@ -212,7 +212,7 @@ def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path):
     text = texts / "a.txt"
     words = ["--ladder-layers", "auto:2", "--calibration", text, "--calibration-tokens", 64]
     saved = converted(small, tmp_path / "out", *words, "--search", "ranked")
-    told = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
+    told = json.loads((tmp_path / "out/sensitivity.json").read_text())
     source = pretrained.open(small)
     settings = dict(tokenizer=saved.tokenizer, tokens=64)
     measured = rows_of([Text(str(text))], **settings)
@@ -298,7 +298,7 @@ def test_killed_and_resumed_bit_for_bit(
     words += ["--calibration", str(texts / "a.txt"), "--calibration-tokens", "128"]
     run = ["-c", KILLED, int(signum), "convert", small, tmp_path / "out"]
     run_python(*run, *words, check_status=-signum)
-    left = tmp_path / ".out.converting" / "refitted"
+    left = tmp_path / ".out.converting/refitted"
     assert len(list(left.glob("*.npz"))) == 3
     assert not (tmp_path / "out").exists()
     found = converted(small, tmp_path / "out", *words)

@@ -82,7 +82,7 @@ def run(tmp_path):
     """A checkpoint of a ladder, with a tokenizer's folder."""
     file = gguf_files.write(tmp_path / "a.gguf", "llama-2")
     convert(file, tmp_path / "run", ladder_layers="all")
-    (tmp_path / "run" / "tokenizer").mkdir(exist_ok=True)
+    (tmp_path / "run/tokenizer").mkdir(exist_ok=True)
     return tmp_path / "run"
 
 
@@ -95,9 +95,7 @@ def test_of_a_checkpoint_too(run, tmp_path):
     (tokenizer / "notes.txt").symlink_to("/etc/passwd")
     pretrained.write_huggingface(pretrained.open(run), tmp_path / "out")
     check(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
-        "eos_token_id": 2
-    }
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": 2}
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
@@ -108,7 +106,7 @@ def test_links_are_not_followed(run, tmp_path, name, target):
     (run / "tokenizer" / name).symlink_to(tmp_path / target)
     with refused(f"{name}' leads out of its folder"):
         pretrained.open(run)
-    (run / "tokenizer" / "merges.txt").symlink_to(tmp_path / target)
+    (run / "tokenizer/merges.txt").symlink_to(tmp_path / target)
     model = lj.load(run)
     assert "merges.txt" not in model.tokenizer.files
     if target == "secret":
@@ -118,13 +116,13 @@ def test_links_are_not_followed(run, tmp_path, name, target):
 
 
 def test_links_of_a_hub_cache_and_others(tmp_path):
-    (tmp_path / "cache" / "blobs").mkdir(parents=True)
-    folder = models.write(tmp_path / "cache" / "snapshots" / "0a1b", "llama-2")
-    (tmp_path / "cache" / "blobs" / "c0ffee").write_text(TOKENIZER)
+    (tmp_path / "cache/blobs").mkdir(parents=True)
+    folder = models.write(tmp_path / "cache/snapshots/0a1b", "llama-2")
+    (tmp_path / "cache/blobs/c0ffee").write_text(TOKENIZER)
     (folder / "tokenizer.json").symlink_to("../../blobs/c0ffee")
     assert pretrained.open(folder).files == {"tokenizer.json": TOKENIZER.encode()}
     (tmp_path / "blobs").mkdir()
-    for target in (tmp_path / "secret", tmp_path / "blobs" / "c0ffee"):
+    for target in (tmp_path / "secret", tmp_path / "blobs/c0ffee"):
         target.write_text("mine")
         (folder / "vocab.json").unlink(missing_ok=True)
         (folder / "vocab.json").symlink_to(target)

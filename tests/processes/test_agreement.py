@@ -40,7 +40,7 @@ def stood(whole, tmp_path):
 
     def copy(name):
         run = shutil.copytree(whole, tmp_path / name)
-        shutil.rmtree(run / "checkpoints" / "6")
+        shutil.rmtree(run / "checkpoints/6")
         return run
 
     return copy
@@ -110,8 +110,8 @@ def test_two_processes_resume_alike(told, stood, whole):
     """
     flipped = stood("flipped")
     late = stood("late")
-    cases.flip(flipped / "checkpoints" / "4")
-    newest = str(late / "checkpoints" / "4")
+    cases.flip(flipped / "checkpoints/4")
+    newest = str(late / "checkpoints/4")
     one, two = told(
         (flipped, {}, ["run.on_damaged=previous"]),
         (late, {"late": {"path": newest, "of": 1, "seconds": 4}}, []),
@@ -130,8 +130,8 @@ def test_two_processes_fail_alike(told, stood, tmp_path):
     data, and a folder on a disk of process 0 alone, where no checkpoint could be written.
     """
     flipped, unseen, other = (stood(name) for name in ("flipped", "unseen", "other"))
-    cases.flip(flipped / "checkpoints" / "4")
-    lost = str(unseen / "checkpoints" / "4" / "params" / "manifest.ocdbt")
+    cases.flip(flipped / "checkpoints/4")
+    lost = str(unseen / "checkpoints/4" / "params/manifest.ocdbt")
     config_file = other / "config.json"
     book = json.loads(config_file.read_text())["data"]["path"]
     found = told(
@@ -163,7 +163,7 @@ def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
     """
     once = tmp_path / "once"
     always = tmp_path / "always"
-    newest = str(once / "checkpoints" / "4")
+    newest = str(once / "checkpoints/4")
     one, two = told(
         (once, {"full": {"of": 1, "saves": 1}, "bad": {"step": 5, "path": newest, "of": 1}}, []),
         (always, {"full": {"of": 1, "saves": 9}}, []),
@@ -174,7 +174,7 @@ def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
     assert one[0]["digest"] == one[1]["digest"]
     assert any(f"the checkpoint of step 2 {reason}" in line for line in one[0]["said"])
     assert steps(once / "checkpoints") == [4, 6]
-    assert verify(once / "checkpoints" / "6") == []
+    assert verify(once / "checkpoints/6") == []
     line = f"RunFailed: the checkpoint of step 6 {reason}"
     line += "; the same command goes on from there"
     assert [found["error"] for found in two] == [line, line]

@@ -122,7 +122,7 @@ def test_gcloud(stand_in, there):
     """It creates the slice only if there is none, and quotes what goes through two shells."""
     stand_in("gcloud", f'case " $* " in *" describe "*) exit {0 if there else 1};; esac')
     words = "my run.yaml", "run.dir=/runs/a b"
-    script("bash", LAUNCH / "tpu_pod" / "gcloud.sh", *words, **SLICE, SPOT="1")
+    script("bash", LAUNCH / "tpu_pod/gcloud.sh", *words, **SLICE, SPOT="1")
     calls = stand_in.calls("gcloud")
     verbs = [call[3] for call in calls]
     assert verbs == ["describe", *([] if there else ["create"]), "ssh", "ssh"]
@@ -138,7 +138,7 @@ def test_gcloud(stand_in, there):
 def test_xpk(stand_in):
     stand_in("xpk")
     place = dict(SLICE, CLUSTER="pods", IMAGE="i:1")
-    script("bash", LAUNCH / "tpu_pod" / "xpk.sh", "tiny", "run.dir=/runs/a", **place)
+    script("bash", LAUNCH / "tpu_pod/xpk.sh", "tiny", "run.dir=/runs/a", **place)
     (call,) = stand_in.calls("xpk")
     assert call[:2] == ["workload", "create"]
     options = dict(zip(call[2::2], call[3::2]))
@@ -155,7 +155,7 @@ def test_slurm_requeues(stand_in, status, restarts, requeued):
     stand_in("srun", f"exit {status}")
     stand_in("scontrol")
     told = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restarts)}
-    done = script("bash", LAUNCH / "slurm" / "train.sbatch", "tiny", "a=b c", check=False, **told)
+    done = script("bash", LAUNCH / "slurm/train.sbatch", "tiny", "a=b c", check=False, **told)
     assert stand_in.calls("scontrol") == ([["requeue", "4711"]] if requeued else [])
     assert done.returncode == (0 if requeued else status)
     (call,) = stand_in.calls("srun")
@@ -176,7 +176,7 @@ def test_slurm_outlives_the_signal(stand_in, tmp_path):
     )
     stand_in("scontrol", "[ -e saved ] || exit 9")
     environment = {**os.environ, "SLURM_JOB_ID": "4711"}
-    command = ["bash", str(LAUNCH / "slurm" / "train.sbatch"), "tiny"]
+    command = ["bash", str(LAUNCH / "slurm/train.sbatch"), "tiny"]
     with subprocess.Popen(
         command,
         env=environment,

@@ -169,7 +169,7 @@ def test_what_has_changed_is_never_resumed_from(away, run, local, capsys):
     away.copy("runs/one/", "runs/two/")
     away.flip("runs/two/checkpoints/12/params/ocdbt.process_0/d/")
     there = away.url("runs/two")
-    assert "other contents than were written" in verify(absolute(there) / "checkpoints" / "12")[0]
+    assert "other contents than were written" in verify(absolute(there) / "checkpoints/12")[0]
     assert train(there) == 2
     assert "damaged or incomplete" in capsys.readouterr().err
     assert train(there, "run.on_damaged=previous") == 0
@@ -198,8 +198,8 @@ def test_copies(away, run, local, tmp_path):
     assert open_checkpoint(tmp_path / "copy").check().verified
     assert open_checkpoint(there).check().verified
     away.flip("runs/copied/checkpoints/9/params/d/")
-    assert verify(absolute(there) / "checkpoints" / "12") == []
-    assert "other contents than were written" in verify(absolute(there) / "checkpoints" / "9")[0]
+    assert verify(absolute(there) / "checkpoints/12") == []
+    assert "other contents than were written" in verify(absolute(there) / "checkpoints/9")[0]
     assert train(there) == 0
 
 
@@ -215,7 +215,7 @@ def test_two_processes(away):
     assert [process.wait(timeout=600) for process in both] == [0, 0]
     for process in range(2):
         assert away.bucket.sorted(f"runs/three/checkpoints/12/params/ocdbt.process_{process}/d/")
-    assert verify(absolute(where) / "checkpoints" / "12") == []
+    assert verify(absolute(where) / "checkpoints/12") == []
     assert train(where, *mesh) == 0
 
 
@@ -265,7 +265,7 @@ def test_a_store_that_is_away_while_a_checkpoint_is_written(away, monkeypatch, t
     interrupt(away, monkeypatch, f"ladder_jax.{begins}")
     where = begins.rpartition(".")[2]
     save_small(f"{away.url(where)}/checkpoints", RunConfig())
-    assert verify(absolute(away.url(where)) / "checkpoints" / "1") == []
+    assert verify(absolute(away.url(where)) / "checkpoints/1") == []
     downloaded(away, f"{where}/checkpoints/1/", tmp_path)
     assert verify(tmp_path) == []
 
