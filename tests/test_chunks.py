@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ladder_jax import decode, parallel
+from ladder_jax import decode
 from ladder_jax.config import Loop
 from ladder_jax.decode import steps, weights
 from ladder_jax.nn import attention, tpu_attention
-from tests import cases, compilations, covering, reference
+from tests import cases, compilations, covering, reference, test_kernels
 from tests.refusals import refused
 
 CAPACITY = 1100  # positions, no multiple of the kernels' blocks
@@ -30,12 +30,7 @@ KERNELS = {
 
 @functools.cache
 def on_mesh(kernel):
-    spec = P("data", None, "tensor", None)
-    attend = KERNELS[kernel]
-    mesh = parallel.make_mesh(data=2, tensor=4)
-    return jax.jit(
-        jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec)
-    )
+    return test_kernels.on_mesh(KERNELS[kernel], P())
 
 
 @pytest.mark.parametrize("kernel", ["xla", "splash"])

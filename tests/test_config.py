@@ -39,7 +39,7 @@ def test_overrides_and_files(tmp_path):
         "model:\n  preset: tiny\n  residual: standard\ntrain:\n  learning_rate: 3e-4\n  remat: none\n"
     )
     loaded = config.load(
-        str(file), overrides=["model.num_layers=6", "model.rope_scaling.factor=4", "run.name=x"]
+        file, overrides=["model.num_layers=6", "model.rope_scaling.factor=4", "run.name=x"]
     )
     assert (loaded.model.num_layers, loaded.model.residual, loaded.model.d_model) == (
         6,
@@ -53,7 +53,7 @@ def test_overrides_and_files(tmp_path):
     for name, indent in (("x", None), ("x", 2), ("\N{ROCKET}", "\t")):
         named = dataclasses.replace(loaded, run=config.FolderConfig(name=name))
         as_json.write_text(json.dumps(config.to_dict(named), indent=indent))
-        assert config.load(str(as_json)) == named
+        assert config.load(as_json) == named
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_unreadable_files(tmp_path, content, message):
     if content is not None:
         file.write_text(content)
     with refused(message):
-        config.load(str(file))
+        config.load(file)
 
 
 LIGHT = """

@@ -29,7 +29,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
     (tmp_path / ".DS_Store").write_text("hidden")
     assert (
-        dataset.read_text(DataConfig(path=str(tmp_path)))[0].tobytes().decode()
+        dataset.read_text(DataConfig(path=tmp_path))[0].tobytes().decode()
         == "first\nsecond\nthird ü"
     )
 
@@ -67,7 +67,7 @@ def load(tmp_path):
     (tmp_path / "a").write_bytes(CONTENT)
 
     def load(fraction):
-        config = DataConfig(path=str(tmp_path / "a"), validation_fraction=fraction)
+        config = DataConfig(path=tmp_path / "a", validation_fraction=fraction)
         return dataset.load(config, train=RECIPE, vocab_size=256)
 
     return load
@@ -99,7 +99,7 @@ def test_what_is_trained_on_is_said(tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("the cat " * 20)
     (tmp_path / "a.png").write_bytes(b"\x89PNG\xff\xfe")
-    _, note = dataset.read_text(DataConfig(path=str(tmp_path)))
+    _, note = dataset.read_text(DataConfig(path=tmp_path))
     assert note.startswith("data: 3 of 4 files of ")
     assert note.endswith(", 482 bytes of text")
     one = str(tmp_path / "0.txt")
@@ -108,7 +108,7 @@ def test_what_is_trained_on_is_said(tmp_path):
         == f"data: 1 of 1 files of {one}, 160 bytes of text"
     )
     for most, files in ((100, "1 of 4 "), (161, "2 of 4 "), (160, "1 of 4 ")):
-        content, note = dataset.read_text(DataConfig(path=str(tmp_path), max_bytes=most))
+        content, note = dataset.read_text(DataConfig(path=tmp_path, max_bytes=most))
         assert files in note
         assert len(content) == most
         assert note.endswith(", as many as data.max_bytes")
@@ -119,6 +119,6 @@ def test_what_is_trained_on_is_said(tmp_path):
 def test_no_more_is_read_than_trained_on(tmp_path):
     """A file may be larger than the memory. Its text is cut within a character, as it always was."""
     (tmp_path / "text").write_bytes("aéb".encode() * 9 + b"\xff")
-    content, note = dataset.read_text(DataConfig(path=str(tmp_path / "text"), max_bytes=10))
+    content, note = dataset.read_text(DataConfig(path=tmp_path / "text", max_bytes=10))
     assert content.tobytes() == ("aéb" * 3).encode()[:10]
     assert note.endswith(", as many as data.max_bytes")

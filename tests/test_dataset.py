@@ -50,7 +50,7 @@ def book(tmp_path_factory):
 
 
 def load(path, *, recipe=RECIPE, **more):
-    return dataset.load(DataConfig(path=str(path), **more), train=recipe, vocab_size=400)
+    return dataset.load(DataConfig(path=path, **more), train=recipe, vocab_size=400)
 
 
 def pieces(row):

@@ -276,7 +276,7 @@ def test_numbers_of_other_kinds():
     assert type(asked.temperature) is float
 
 
-def test_an_engine_larger_than_the_memory(monkeypatch):
+def test_an_engine_larger_than_the_memory():
     with refused(r"a cache of 3 x 500,000,000 tokens needs .* GiB a device .weights 0.0, cache"):
         engine(capacity=500_000_000)
     with refused("a cache of 3 x 1,000,000,000,000,000 tokens needs"):

@@ -142,9 +142,11 @@ def test_biases_balance_the_load(book, tmp_path):
         "train.log_every=1",
         f"data.path={book}",
     ]
-    recipe = ROOT / "experiments/retrain/experts.yaml"
     overrides = [*small, *(f"{name}={tmp_path / folder}" for name, folder in names.items())]
-    train.run(config.load(str(recipe), overrides=overrides), say=lambda line: None)
+    train.run(
+        config.load(ROOT / "experiments/retrain/experts.yaml", overrides=overrides),
+        say=lambda line: None,
+    )
     assert all(row["divergence"] >= 0 for row in metrics.read(tmp_path / "taught"))
 
 

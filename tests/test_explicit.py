@@ -332,7 +332,7 @@ def wrong(names, sizes=(2, 4), **axes):
     "inside jax.jit and the like needs its": lambda: nnx.eval_shape(lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0))),
     "set by jax.set_mesh has 8 devices, and this model's 1: make the model": lambda: model_on(lj.make_mesh())(TOKENS),
     "has the axes .'x',., and a model's are": lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0)),
-}.items(), ids=lambda value: value[:40] if isinstance(value, str) else "call")  # fmt: skip
+}.items())  # fmt: skip
 def test_what_is_refused(make, said):
     with setting(jax.make_mesh((8,), ("x",))), refused(said):
         make()

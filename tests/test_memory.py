@@ -103,7 +103,7 @@ def test_other_errors_stay_what_they_are(wide, monkeypatch):
         cli.main(["generate", str(wide), "--prompt", "a", "--tensor", "1"])
 
 
-def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
+def test_what_cannot_be_read_is_named(wide, monkeypatch):
     """Of a checkpoint whose files are compared, too: a disk may fail in between."""
     saved = checkpoint.open_checkpoint(wide)
     definition = nn.define(saved.config.model, mesh=cases.define("ladder").layout.mesh)

@@ -190,10 +190,8 @@ def test_initial_values_are_the_same_everywhere():
         again = nn.initialize(cases.define("ladder"), seed=8)
     assert not compiled  # one program for all seeds
     assert not np.array_equal(again["layers"]["mlp"]["up"], values[0]["layers"]["mlp"]["up"])
-    mlp = jax.tree.map(np.asarray, values[0]["layers"]["mlp"])
-    assert not np.array_equal(mlp["up"][0], mlp["up"][1])
-    for name, deviation in dict(up=0.02, down=0.02 / np.sqrt(8)).items():
-        assert abs(mlp[name].std() / deviation - 1) < 0.05
+    first, second, *_ = values[0]["layers"]["mlp"]["up"]
+    assert not np.array_equal(first, second)  # their deviations are in test_pretrain.py
 
 
 def test_a_key_may_be_anywhere():

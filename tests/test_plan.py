@@ -375,7 +375,7 @@ def test_a_mesh_that_cuts_across_the_torus_is_made_with_a_warning(monkeypatch, c
 
 
 def test_the_recipe_is_the_recommended_plan():
-    config = load(str(ROOT / "experiments/pretrain/recipes/llama-3-70b.yaml"))
+    config = load(ROOT / "experiments/pretrain/recipes/llama-3-70b.yaml")
     wanted = request.make(**LARGE)
     best = plans.answer(wanted, compiled=0).plans[0]
     assert best.fits

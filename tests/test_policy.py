@@ -49,15 +49,15 @@ def test_the_compiled_step_keeps_the_old_state():
         place = lambda value: jax.device_put(value, good.step.sharding)
         known = dict(mean_loss=place(np.float32(mean)), good_steps=place(np.int32(count)))
         after, found = step(dataclasses.replace(fresh(values), **known), tokens)
-        assert bool(found["bad"]) == bad
-        assert int(after.step) == 1
-        assert int(after.good_steps) == count + (not bad)
+        assert found["bad"] == bad
+        assert after.step == 1
+        assert after.good_steps == count + (not bad)
         # the window's share, 1/2, and not 1/3 for the third
         wanted = mean if bad else mean + (loss - mean) / 2
         assert float(after.mean_loss) == pytest.approx(wanted, rel=1e-6)
         same = jax.tree.map(functools.partial(np.array_equal, equal_nan=True), values, after.params)
         assert set(jax.tree.leaves(same)) == {bad}
-        assert bad == (int(after.optimizer[1].count) == 0)
+        assert bad == (after.optimizer[1].count == 0)
 
 
 def test_the_limits():

@@ -29,7 +29,7 @@ SHAPES = {
 @pytest.mark.parametrize("size", SHAPES)
 def test_the_recipes_are_the_papers(size):
     """The other topologies' differ from it in nothing else."""
-    found = config.load(str(HERE / f"recipes/ladder-{size}.yaml"))
+    found = config.load(HERE / f"recipes/ladder-{size}.yaml")
     written = config.to_dict(found)
     names = "num_layers d_model num_heads num_kv_heads d_ff vocab_size rope_theta".split()
     model = dict(zip(names, SHAPES[size], strict=True), residual="ladder", tie_embeddings=False)
@@ -45,7 +45,7 @@ def test_the_recipes_are_the_papers(size):
 
 
 def test_the_recipe_with_experts():
-    found = config.load(str(HERE / "recipes/qwen3-30b-a3b.yaml"))
+    found = config.load(HERE / "recipes/qwen3-30b-a3b.yaml")
     assert found.model == config.preset("qwen3-30b-a3b", residual="ladder")
     assert found.mesh.size == 64
     assert found.train.batch * found.train.sequence == 4_194_304
@@ -55,7 +55,7 @@ def test_the_recipe_with_experts():
 @pytest.mark.parametrize("residual", ["standard", "parallel"])
 def test_twins_differ_in_their_topology_alone(size, residual):
     ladder, twin = (
-        config.load(str(HERE / f"recipes/{name}-{size}.yaml")) for name in ("ladder", residual)
+        config.load(HERE / f"recipes/{name}-{size}.yaml") for name in ("ladder", residual)
     )
     model = dataclasses.replace(ladder.model, residual=residual)
     run = dataclasses.replace(ladder.run, name=f"{residual}-{size}")
@@ -69,9 +69,7 @@ def test_initial_values_are_the_papers():
     small = (
         "model.d_model=16 model.num_heads=2 model.num_kv_heads=2 model.d_ff=32 model.vocab_size=512"
     )
-    recipe = config.load(
-        str(HERE / "recipes/ladder-1b.yaml"), overrides=[*small.split(), "mesh.fsdp=1"]
-    )
+    recipe = config.load(HERE / "recipes/ladder-1b.yaml", overrides=[*small.split(), "mesh.fsdp=1"])
     found = named(nn.initialize(nn.define(recipe.model, mesh=parallel.make_mesh()), seed=0))
     alike = "layers/attention/query", "layers/mlp/up", "embedding/table", "head/table"
     deviations = dict.fromkeys(alike, 0.02)

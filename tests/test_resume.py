@@ -116,7 +116,7 @@ def resumable(uninterrupted, tmp_path):
     return directory
 
 
-@pytest.mark.parametrize("kills", KILLS, ids=lambda kills: sum(kills.values()))
+@pytest.mark.parametrize("kills", KILLS)
 def test_killed_again_and_again(book, resumable, uninterrupted, kills):
     """SIGKILL after step 15, until a run has died that often in each of these: the losses are
     bit-identical. All kills count, those before another checkpoint too.

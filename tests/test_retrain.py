@@ -98,7 +98,7 @@ def given(place, directory, *more):
 def run(place, directory, *more):
     said = []
     train.run(
-        config.load(str(place / "recipe.yaml"), overrides=given(place, directory, *more)),
+        config.load(place / "recipe.yaml", overrides=given(place, directory, *more)),
         say=said.append,
     )
     return said
@@ -244,7 +244,7 @@ def test_a_run_whose_tokenizer_could_not_be_written_begins_again(place, tmp_path
     monkeypatch.setattr(files, "write", full)
     with pytest.raises(RunFailed, match="the disk is full"):
         run(place, tmp_path, *LADDER)
-    settings = config.load(str(place / "recipe.yaml"), overrides=given(place, tmp_path, *LADDER))
+    settings = config.load(place / "recipe.yaml", overrides=given(place, tmp_path, *LADDER))
     folder.check(settings, tmp_path)
     found = sources.tokenizer(settings, folder=tmp_path)
     assert found.name == checkpoint.open_checkpoint(place / "base").tokenizer().name

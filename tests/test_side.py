@@ -112,12 +112,10 @@ def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
     network = plan.split(params)[0]["side"]
     exact = dense(definition, params)
     expected, wanted = reference.evaluate(exact, network, TOKENS, None, gradient=True)
-    # its sublayers stand behind as many of the model
-    limit = 2 * cases.bound(definition.config, passes=2)
-    assert cases.error(loss, expected) < limit
     assert set(grads) == {"side"}
-    worst = jax.tree.map(cases.error, grads["side"], wanted)
-    assert max(jax.tree.leaves(worst)) < limit, worst
+    found = loss, grads["side"]
+    # its sublayers stand behind as many of the model
+    cases.assert_close(found, (expected, wanted), definition=definition, passes=4)
 
 
 @pytest.mark.parametrize("more", [
@@ -136,9 +134,9 @@ def test_the_first_step_starts_from_the_model_itself(more):
     frozen = plan.split(params)[1]
     before = loss(base, params, {})
     network = plan.initial_side(seed=3)
-    assert float(loss(plan, network, frozen)) == float(before)
+    assert loss(plan, network, frozen) == before
     moved = {"side": {**network["side"], "up": network["side"]["up"] + 0.1}}
-    assert abs(float(loss(plan, moved, frozen)) - float(before)) > 1e-3
+    assert abs(loss(plan, moved, frozen) - before) > 1e-3
 
 
 def kept_for_backward(plan, *, loop, remat):

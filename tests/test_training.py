@@ -86,7 +86,7 @@ def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
     for name, new in named(state.params).items():
         off = np.abs(np.asarray(new) - wanted[name]) > 1e-3 * rate + 1e-6 * np.abs(old[name])
         assert off.mean() < 1e-2, (name, off.mean())
-    assert int(state.step) == 1
+    assert state.step == 1
 
 
 def test_the_papers_schedule():

@@ -251,7 +251,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("settings, said", REFUSED, ids=[said[:30] for _, said in REFUSED])
+@pytest.mark.parametrize("settings, said", REFUSED)
 def test_what_run_refuses(settings, said):
     with refused(said):
         on_ranks(

@@ -263,7 +263,7 @@ def test_answers_end_as_gsm8k_has_it():
     assert list(STOP) == THEIRS["generation_kwargs"]["until"]
 
 
-def test_what_tasks_ask_for(model, adapter):
+def test_what_tasks_ask_for(adapter):
     request = lambda **settings: adapter.request("the cat", settings, seed=3)
     found = request(until=["\n", ""], max_new_tokens=5, do_sample=True, top_p=0.5, num_beams=1)
     asked = dict(stop=("\n",), max_new_tokens=5, temperature=1.0, top_p=0.5, seed=3)

@@ -47,9 +47,7 @@ def test_every_family_holds_what_its_hugging_face_form_holds(name, tmp_path):
     models.same_arrays(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name
-)
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
 def test_types(kind, tmp_path, monkeypatch):
     """Halves stay what they are, all else becomes float32; in blocks of rows as whole."""
     monkeypatch.setattr("ladder_jax.pretrained.gguf.file.BLOCK", 256)
