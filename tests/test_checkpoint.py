@@ -208,7 +208,7 @@ def test_only_padding_may_differ(name, shape, padded):
             check_shapes(tree(shape), tree(wanted), folder="run")
 
 
-def test_a_folder_by_way_of_its_parent(tmp_path, monkeypatch):
+def test_a_folder_by_way_of_its_parent(tmp_path, monkeypatch, prints):
     """As in `run.dir=../run`: tensorstore takes no such path, and every save failed, and a whole
     checkpoint was called damaged. Where a link comes before, the parent is the link's target's.
     """
@@ -220,7 +220,7 @@ def test_a_folder_by_way_of_its_parent(tmp_path, monkeypatch):
     opened = open_checkpoint("../run")
     jax.tree.map(np.testing.assert_array_equal, opened.params(definition), params)
     assert pretrained.open("../run").model == definition.config
-    assert cli.main(["convert", "../run", str(tmp_path / "link/../copy")]) == 0
+    prints("convert", "../run", tmp_path / "link/../copy")
     copied = open_checkpoint(tmp_path / "elsewhere/copy").params(definition)
     jax.tree.map(np.testing.assert_array_equal, copied, params)
 
@@ -453,7 +453,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path):
     assert verify(folder / "20") == []
 
 
-def test_names_and_metas_that_no_run_wrote(copy):
+def test_names_and_metas_that_no_run_wrote(copy, prints):
     """Other digits than ASCII's, leading zeros; and a whole checkpoint whose meta lacks what every
     one has.
     """
@@ -461,7 +461,7 @@ def test_names_and_metas_that_no_run_wrote(copy):
         (copy / name).mkdir()
     assert steps(copy) == [10, 20, 30]
     assert open_checkpoint(copy).step == 30
-    assert cli.main(["checkpoints", str(copy)]) == 0
+    prints("checkpoints", copy)
     whole = json.loads((copy / "30/meta/metadata").read_text())
     for lacking in ("step", "config"):
         rewrite_meta(copy / "30", without=lacking, **whole)

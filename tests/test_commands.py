@@ -10,6 +10,7 @@ import pytest
 from ladder_jax import cli
 from ladder_jax.cli.main import parse
 from tests import tokenizers
+from tests.covering import full
 from tests.lines import write
 from tests.pretrained import gguf_files, models
 from tests.test_docs import PAGES, commands
@@ -125,7 +126,7 @@ def test_a_command_that_is_not_run_is_understood(words):
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(one, marks=[pytest.mark.full] if beginning(one, FULL) else []) for one in RUN],
+    [full(one) if beginning(one, FULL) else one for one in RUN],
 )
 def test_a_documented_command(words, place, monkeypatch, capsys):
     monkeypatch.chdir(place)

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from ladder_jax import cli, decode, nn, parallel
+from ladder_jax import decode, nn, parallel
 from ladder_jax.config import Loop, Phase, Quantize
 from ladder_jax.decode import Choice, steps
 from ladder_jax.decode.engine import Engine, Request
@@ -99,13 +99,12 @@ def worked(phase, **settings):
         full([], "none"),
     ],
 )
-def test_generate_runs_the_audited_programs(more, quantize, lowered, tmp_path):
+def test_generate_runs_the_audited_programs(more, quantize, lowered, tmp_path, prints):
     """The verb's own words, from a checkpoint to text: its prefill, and each call of its token
     loop.
     """
     starts.save(tmp_path / "checkpoints", definition_of(Phase.DECODE))
-    words = ["generate", tmp_path, "--prompt", "a" * (PROMPT - 3), "--max-new-tokens", 35, *more]
-    assert cli.main([*map(str, words)]) == 0
+    prints("generate", tmp_path, "--prompt", "a" * (PROMPT - 3), "--max-new-tokens", 35, *more)
     assert [len(found) for found in lowered.values()] == [1, 3]
     # 29 tokens, 35 new ones, and room for a chunk
     form = dict(context=96, quantize=Quantize(quantize))
@@ -113,15 +112,14 @@ def test_generate_runs_the_audited_programs(more, quantize, lowered, tmp_path):
     assert set(lowered[Phase.DECODE]) == {worked(Phase.DECODE, **form)}
 
 
-def test_generate_takes_a_launch(tmp_path, capsys):
+def test_generate_takes_a_launch(tmp_path, mistake):
     """Whatever the run's own is."""
     starts.save(tmp_path / "checkpoints", definition_of(Phase.DECODE))
-    words = f"generate {tmp_path} --prompt a --launch explicit"
-    assert cli.main(words.split()) == 2
-    assert "launch 'explicit' is for NVIDIA GPUs" in capsys.readouterr().err
+    said = mistake("generate", tmp_path, *"--prompt a --launch explicit".split())
+    assert "launch 'explicit' is for NVIDIA GPUs" in said
 
 
-def test_bench_times_the_audited_programs(lowered, monkeypatch):
+def test_bench_times_the_audited_programs(lowered, monkeypatch, prints):
     """Its caches hold the prompt and what is new, and its token loop makes all of that in one
     call.
     """
@@ -131,7 +129,7 @@ def test_bench_times_the_audited_programs(lowered, monkeypatch):
         f"bench --model tiny --layers {LAYERS} --residual ladder --tensor 8 --batch {SLOTS}"
         f" --prompt-length {PROMPT} --new-tokens 17 --warmup 1 --repeats 1"
     )
-    assert cli.main(words.split()) == 0
+    prints(*words.split())
     positions = PROMPT + 17
     decoding = digest(*audited(Phase.DECODE, batch=SLOTS, context=positions))
     assert set(lowered[Phase.DECODE]) == {decoding}

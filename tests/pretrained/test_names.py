@@ -23,7 +23,6 @@ from flax import nnx
 import ladder_jax as lj
 from ladder_jax import checkpoint, pretrained
 from ladder_jax.bench import request as benches
-from ladder_jax.cli import main
 from ladder_jax.config import DecodeConfig, Dtype, Loop, Phase, Quantize
 from ladder_jax.decode import memory
 from ladder_jax.overlap import request as overlaps
@@ -144,7 +143,7 @@ def test_other_commands_read_the_shape_alone(files, tmp_path, prints, mistake):
     assert "--tensor 3 does not split this model over v5e" in mistake(*three)
 
 
-def test_training_starts_from_any_model(files, tmp_path):
+def test_training_starts_from_any_model(files, tmp_path, prints):
     """With its shape, weights and tokenizer. (Others in their place: in test_retrain.py.)"""
     folder = files / "llama-2"
     text = tmp_path / "text.txt"
@@ -153,7 +152,7 @@ def test_training_starts_from_any_model(files, tmp_path):
     words = [f"train.start={folder}", "model.residual=ladder", f"data.path={text}", "lora.rank=2"]
     words += [f"run.dir={tmp_path / 'run'}", "run.tensorboard=false"]
     words += ["train.batch=2", "train.sequence=16", "train.warmup_steps=0"]
-    assert main(["train", str(tmp_path / "recipe.yaml"), *words]) == 0
+    prints("train", tmp_path / "recipe.yaml", *words)
     saved = checkpoint.open_checkpoint(tmp_path / "run")
     source = pretrained.open(folder)
     assert (saved.config.model.residual, saved.config.model.d_model) == ("ladder", 32)
