@@ -14,7 +14,6 @@ from ladder_jax.nn import router_losses
 from ladder_jax.overlap import programs
 from ladder_jax.train import metrics, timing
 from tests.changed import ROOT
-from tests.refusals import refused
 
 # A scan is compiled in a quarter of the time.
 TINY = """
@@ -148,9 +147,3 @@ def test_biases_balance_the_load(book, tmp_path):
         say=lambda line: None,
     )
     assert all(row["divergence"] >= 0 for row in metrics.read(tmp_path / "taught"))
-
-
-@pytest.mark.parametrize("name", ["load_balance", "router_z_loss", "router_bias_rate"])
-def test_a_negative_factor_is_refused(name):
-    with refused(f"train.{name} must not be negative"):
-        dataclasses.replace(config.TrainConfig(), **{name: -0.1})

@@ -137,9 +137,3 @@ def test_a_compiled_step_takes_half_the_bytes():
         many = decode.decode_many(definition, choice=decode.Choice.GREEDY, **form)
         sizes.append(many.compile(*arguments).memory_analysis().argument_size_in_bytes)
     assert 0.5 < sizes[0] / sizes[1] < 0.53
-
-
-def test_the_command_line_says_what_there_is(mistake):
-    words = "overlap --model tiny --target cpu:8 --phase train --residual ladder --quantize int8"
-    said = "ladder-jax: --quantize int8 is for prefill and decode, not for train\n"
-    assert mistake(*words.split()) == said

@@ -140,6 +140,7 @@ MISTAKES = {
     "--loop scn": "unknown --loop 'scn'; did you mean 'scan'? (allowed: scan, unrolled)",
     "--launch by-name": "unknown --launch 'by-name' (allowed: auto, chained, explicit)",
     "--phase train --launch explicit": "--launch explicit is for prefill and decode, not for train: it has no gradient",
+    "--phase train --quantize int8": "--quantize int8 is for prefill and decode, not for train",
     "--remat full": "--remat full is for train: decode has no backward pass",
     "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3",
     "--tensor 16": "--tensor 16 is more than the 8 devices of cpu:8",
