@@ -167,14 +167,15 @@ def test_more_than_the_memory_holds(mistake, trained):
     assert "a cache of 1 x 2,000,000,001 tokens needs " in line
 
 
-PREDICT = ["predict", "--model", "tiny", "--hardware", "h100-nvlink"]
+WORDS = "-m ladder_jax predict --model tiny --hardware h100-nvlink"
+PREDICT = [sys.executable, *WORDS.split()]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
 def test_standard_output_on_a_full_disk():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "ladder_jax", *PREDICT],
+            PREDICT,
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -184,7 +185,7 @@ def test_standard_output_on_a_full_disk():
 
 
 def test_standard_output_that_is_closed():
-    command = shlex.join([sys.executable, "-m", "ladder_jax", *PREDICT])
+    command = shlex.join(PREDICT)
     done = subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -192,7 +193,7 @@ def test_standard_output_that_is_closed():
 def test_a_reader_that_leaves(tmp_path):
     """As `| head` does; rich would end with status 1."""
     picture = tmp_path / "speed.png"
-    command = [sys.executable, "-m", "ladder_jax", *PREDICT, "--plot", str(picture)]
+    command = [*PREDICT, "--plot", str(picture)]
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     line_by_line = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as images for containers set it
     with subprocess.Popen(command, **pipes, env=line_by_line) as process:

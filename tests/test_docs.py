@@ -43,6 +43,10 @@ def prose(text):
     return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
 
 
+def on_one_line(text):
+    return " ".join(text.split())
+
+
 def executed(*code):
     """The names that code, of one page, defines."""
     scope = {}
@@ -279,7 +283,7 @@ def speeds_without_opponent(text):
                     continue
                 if not RATIO.search(re.sub(r"`[^`]*`", "", what)):
                     continue
-                around = " ".join((head + what).split())
+                around = on_one_line(head + what)
                 if not (OPPONENT.search(around) and EVIDENCE.search(section)):
                     found.append(what)
     return found
@@ -402,7 +406,7 @@ def test_the_first_table_is_what_predict_prints(row, predicted):
 
 
 def test_the_speeds_of_alternatives_are_what_predict_prints(predicted):
-    text = " ".join((DOCS / "alternatives.md").read_text().split())
+    text = on_one_line((DOCS / "alternatives.md").read_text())
     large, small = re.search(
         r"over 8 H100 (\S+) for 70B and (\S+) for 8B, predicted", text
     ).groups()
@@ -437,7 +441,7 @@ def test_a_faster_kernel_of_the_opponents(predicted, tmp_path, monkeypatch):
         answer, speedups = predicted(f"{command} --residual standard,ladder")
         assert speedups["ladder"] == expected
     assert answer["recommendation"]["reason"].startswith("no: ")
-    assert f"in the first two rows {with_it} and {chained} times" in " ".join(README.split())
+    assert f"in the first two rows {with_it} and {chained} times" in on_one_line(README)
 
 
 def test_the_speed_over_the_fastest_standard_in_the_pretraining_study(predicted):
@@ -446,7 +450,7 @@ def test_the_speed_over_the_fastest_standard_in_the_pretraining_study(predicted)
     answer, speedups = predicted(words)
     assert answer["baseline"]["interleave"] == 2
     shown = f"over one in two halves Ladder has {speedups['ladder']} times the speed"
-    assert shown in " ".join(text.split())
+    assert shown in on_one_line(text)
 
 
 def test_the_advice_is_what_predict_prints(prints):
@@ -454,8 +458,8 @@ def test_the_advice_is_what_predict_prints(prints):
     (words, quoted) = re.search(
         r"^    ladder-jax (predict .*)\n\n((?:    .*\n)+)", text, re.M
     ).groups()
-    said = " ".join(prints(*shlex.split(words)).split())
-    assert said.startswith(" ".join(quoted.split()) + " llama-3-70b")
+    said = on_one_line(prints(*shlex.split(words)))
+    assert said.startswith(on_one_line(quoted) + " llama-3-70b")
 
 
 def test_the_speeds_of_conversions_are_what_predict_says(predicted):
@@ -506,7 +510,7 @@ def test_the_citation_is_of_this_version():
 
 def test_shapes_that_the_format_names():
     definition = ladder_jax.Transformer(ladder_jax.preset("tiny"), rngs=nnx.Rngs(0)).definition
-    text = " ".join((DOCS / "checkpoints.md").read_text().split())
+    text = on_one_line((DOCS / "checkpoints.md").read_text())
     sizes = {}
     for path, dims in re.findall(r"`([\w/]+)` \[(\w(?:, \w)*)\]", text):
         array = definition.abstract

@@ -2,8 +2,8 @@
 choice.
 """
 
-import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -100,12 +100,6 @@ def test_the_paged_kernel_attends_to_each_rows_length_only(heads, kv_heads):
     check_rows(out, query, key, value, lengths)
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    platform: str
-    device_kind: str
-
-
 @pytest.mark.parametrize(
     "platform, kind, head_dim, dtype, kernel",
     [
@@ -121,7 +115,9 @@ def test_the_kernel_follows_the_meshs_devices(platform, kind, head_dim, dtype, k
     """Not this machine's backend: a program may be compiled ahead of time. cuDNN needs its GPU
     here.
     """
-    mesh = type("Mesh", (), {"devices": np.array([Device(platform, kind)])})
+    mesh = type(
+        "Mesh", (), {"devices": np.array([SimpleNamespace(platform=platform, device_kind=kind)])}
+    )
     assert attention.choose(
         cases.model(head_dim=head_dim, dtype=dtype), mesh=mesh
     ) is attention.Kernel(kernel)

@@ -67,6 +67,10 @@ def test_a_step_is_dispatched_before_the_last_ones_metrics_are_read(book, tmp_pa
     assert seen == [*order, ("read", 9)]
 
 
+def tensorboard(directory):
+    return metrics.TensorBoard(directory / "tensorboard")
+
+
 def events(directory):
     """(step, tag, value) of an event file: records of length, its checksum, an Event, its
     checksum.
@@ -122,7 +126,7 @@ def test_tensorboard_holds_what_the_log_holds(finished):
 
 
 def test_tensorboard_has_no_step_twice_after_a_return(tmp_path):
-    board = metrics.TensorBoard(tmp_path / "tensorboard")
+    board = tensorboard(tmp_path)
     small = metrics.SmallFiles(tmp_path, say=print)
     log = metrics.Metrics(small, step=0, trackers=[board])
     for step in (1, 2, 3):
@@ -131,7 +135,7 @@ def test_tensorboard_has_no_step_twice_after_a_return(tmp_path):
     log.add({"step": 2, "loss": float("nan"), "event": "batch left out"})
     log.add({"step": 3, "loss": 7.0})
     log.close()
-    board = metrics.TensorBoard(tmp_path / "tensorboard")
+    board = tensorboard(tmp_path)
     again = metrics.Metrics(small, step=2, trackers=[board])
     again.add({"step": 3, "loss": 8.0})
     again.close()
@@ -142,7 +146,7 @@ def test_tensorboard_of_a_long_run(tmp_path, monkeypatch):
     """At its resumption each row took a write to the disk: minutes for a hundred thousand."""
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
-    board = metrics.TensorBoard(tmp_path / "tensorboard")
+    board = tensorboard(tmp_path)
     board.begin([{"step": step, "loss": 0.5} for step in range(100)])
     assert len(synced) == 1
     board.close()
@@ -157,7 +161,7 @@ def test_tensorboard_on_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tensorboardX.record_writer.open_file", lambda path: open("/dev/full", "wb")
     )
-    metrics.TensorBoard(tmp_path / "tensorboard").begin([{"step": 1, "loss": 0.5}])
+    tensorboard(tmp_path).begin([{"step": 1, "loss": 0.5}])
     gc.collect()
     assert not said
 

@@ -45,17 +45,17 @@ def test_a_special_token_among_the_stop_strings_ends_a_text(tmp_path):
     made = tokenizer.load(tiny.folder(tmp_path / "tokenizer"))
     source = tmp_path / "prompts.jsonl"
     write(source, [{"prompt": "a", "stop": ["the", tiny.BEGIN]}])
-    read = {**READ, "tokenizer": made, "stop": tiny.BEGIN}
-    (job,) = jsonl.read(str(source), **read)
+    about = dict(tokenizer=made, stop=tiny.BEGIN)
+    (job,) = read(source, **about)
     write(source, [{"prompt": "a"}])
-    (other,) = jsonl.read(str(source), **read)
+    (other,) = read(source, **about)
     begin = made.encode(tiny.BEGIN, special=False)
     expected = (("the", tiny.BEGIN), (*made.stop_ids, *begin))
     (ours,), (theirs,) = job.requests, other.requests
     assert (ours.stop, ours.stop_ids) == expected
     assert (theirs.stop, theirs.stop_ids) == ((tiny.BEGIN,), expected[1])
     write(source, [{"prompt": "a", "stop_ids": [5]}])
-    (own,) = jsonl.read(str(source), **read)
+    (own,) = read(source, **about)
     assert own.requests[0].stop_ids == (5, *begin)
     # what is no token is encoded as the special one that stands for all of these
     model = tokenizers.models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>")
@@ -65,6 +65,10 @@ def test_a_special_token_among_the_stop_strings_ends_a_text(tmp_path):
     some = tokenizer.load(tiny.folder(tmp_path / "some", made=some))
     assert some.encode("é", special=False) == [0]
     assert ends(["é", "\udcff"], tokenizer=some)["stop_ids"] == ()
+
+
+def read(file, **more):
+    return jsonl.read(str(file), **{**READ, **more})
 
 
 def digests(jobs):
@@ -80,7 +84,7 @@ def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
     source = tmp_path / "prompts.jsonl"
     out = tmp_path / "out.jsonl"
     source.write_text("\n\n".join(map(json.dumps, PROMPTS * 2)))
-    jobs = jsonl.read(str(source), **READ)
+    jobs = read(source)
     ours = engine()
     asked = []
 
@@ -112,7 +116,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
     source = tmp_path / "prompts.jsonl"
     out = tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')
-    jobs = jsonl.read(str(source), **READ)
+    jobs = read(source)
     result = decode.Result((1,), "b", None, Finish.LENGTH, 1)
     write(out, [jobs[0].line([result])])
     held = jsonl.answered(str(out), digests(jobs))
@@ -123,7 +127,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
         dict(stop=("x",)),
     ):
         with refused("line 1 answers another prompt, model or setting"):
-            jsonl.answered(str(out), digests(jsonl.read(str(source), **{**READ, **change})))
+            jsonl.answered(str(out), digests(read(source, **change)))
     for foreign in (
         "my diary\n",
         "my diary",
@@ -157,11 +161,11 @@ def test_mistakes_in_a_file_of_prompts(tmp_path, line, message):
     source = tmp_path / "prompts.jsonl"
     source.write_text('{"prompt": "a"}\n' + line)
     with refused(message):
-        jsonl.read(str(source), **READ)
+        read(source)
 
 
 def test_a_byte_order_mark(tmp_path):
     source = tmp_path / "prompts.jsonl"
     source.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "é"}\r\n'.encode())
-    (job,) = jsonl.read(str(source), **READ)
+    (job,) = read(source)
     assert bytes(job.requests[0].prompt) == "é".encode()

@@ -358,6 +358,12 @@ def test_a_damaged_gzip(tmp_path):
         list(sources.read(sources.plan([str(tmp_path / "x.jsonl.gz")])[0], field="text"))
 
 
+@pytest.fixture
+def copy(book, tmp_path):
+    """Of the store."""
+    return shutil.copytree(book[1], tmp_path / "store")
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -393,18 +399,15 @@ def test_a_damaged_gzip(tmp_path):
         *((lambda f, i=i: offset(f, i, 1), "00001.offsets' is damaged") for i in (0, -1, 2)),
     ],
 )
-def test_damaged_stores(book, tmp_path, damage, message):
-    shutil.copytree(book[1], tmp_path / "store")
-    damage(tmp_path / "store")
+def test_damaged_stores(copy, damage, message):
+    damage(copy)
     with refused(message):
-        documents(tmp_path / "store")
+        documents(copy)
 
 
-def test_a_store_of_version_1(book, tmp_path):
+def test_a_store_of_version_1(book, copy):
     """Its fields that are no longer needed are left out, and its fingerprint is what it was."""
-    folder = tmp_path / "store"
-    shutil.copytree(book[1], folder)
-    tree = json.loads((folder / "manifest.json").read_text()) | {
+    tree = json.loads((copy / "manifest.json").read_text()) | {
         "version": 1,
         "dtype": "<u1",
         "shard_tokens": 9,
@@ -412,9 +415,9 @@ def test_a_store_of_version_1(book, tmp_path):
     tree["shards"] = [
         shard | {"parts": [shard.pop("source")], "digests": ""} for shard in tree["shards"]
     ]
-    (folder / "manifest.json").write_text(json.dumps(tree))
-    assert texts_in(folder) == TEXTS
-    assert Store(folder).manifest.fingerprint == book[2].fingerprint
+    (copy / "manifest.json").write_text(json.dumps(tree))
+    assert texts_in(copy) == TEXTS
+    assert Store(copy).manifest.fingerprint == book[2].fingerprint
     content = json.dumps(["bytes", "<u1", [shard["sha256"] for shard in tree["shards"]]])
     assert book[2].fingerprint == hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -443,16 +446,14 @@ def test_a_token_that_no_tokenizer_has(words, tmp_path):
         store.read(0, 8)
 
 
-def test_a_file_that_is_cut_while_it_is_read(book, tmp_path):
+def test_a_file_that_is_cut_while_it_is_read(book, copy):
     """An error, where a memory map would end the process."""
-    folder = tmp_path / "store"
-    shutil.copytree(book[1], folder)
-    store = Store(folder)
+    store = Store(copy)
     assert len(store.read(0, 5)) == 5
-    os.truncate(folder / "00000.tokens", 10)
+    os.truncate(copy / "00000.tokens", 10)
     with refused("00000.tokens' is damaged: it was complete .* cut short"):
         store.read(20, 5)
-    (folder / "00001.tokens").unlink()
+    (copy / "00001.tokens").unlink()
     with refused("cannot read .*00001.tokens': No such file"):
         store.read(book[2].shards[0].tokens, 1)
 
