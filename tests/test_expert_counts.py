@@ -192,6 +192,9 @@ def test_predicted_kernels():
     assert kernels["experts' down"].weights == pytest.approx(CHOSEN * M * D * 2)
     assert kernels["sort"].activations == 2 * 16 * K * D * 2
     assert list(kernels) == ["norm", *ROUTED]
+    # of more ranks than experts the busiest has as many as of as many ranks
+    (few, more) = ({one.name: one for one in work.Model(QWEN, n).routed(block)} for n in (128, 256))
+    assert more["experts' down"] == few["experts' down"]
 
 
 def test_predicted_shared_expert():

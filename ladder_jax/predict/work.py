@@ -5,11 +5,12 @@ Letters as in `nn`: B rows, T tokens per row, D model, V vocabulary; on the devi
 Elements have the compute dtype. A matrix product of M x K with K x N counts 2 M K N operations, and
 each element of its three matrices once.
 
-Of E evenly loaded experts over R ranks, c for each token, a device computes B T c / R of the B T c
-sorted rows, and reads the matrices of E / R x (1 - (1 - c / E)^(B T)) experts: those that at least
-one token chooses. If ranks exchange rows, the N = B T / R tokens of a device have S slots with each
-of E experts (`MoEConfig.slots`; E with padding). So a device sends E S rows, full or not, and
-computes as many: those of E / R experts, whose matrices are all read.
+Of E evenly loaded experts over R ranks, c for each token, the busiest device has h = E / R of them,
+rounded up: it computes B T c h / E of the B T c sorted rows, and reads the matrices of
+h x (1 - (1 - c / E)^(B T)) experts: those that at least one token chooses. If ranks exchange rows,
+the N = B T / R tokens of a device have S slots with each of E experts (`MoEConfig.slots`; E with
+padding). So a device sends E S rows, full or not, and computes as many: those of h experts, whose
+matrices are all read.
 """
 
 import dataclasses
@@ -224,13 +225,13 @@ class Model:
         rows = tokens * moe.top_k
         stream = tokens * d_model * size
         router = d_model * moe.experts
+        read = held = moe.padded(self.ranks) / self.ranks
         if exchanged:
             passed = computed = self.buffer_rows(block)
-            read = moe.padded(self.ranks) / self.ranks
         else:
             passed = rows
-            computed = rows / self.ranks
-            read = moe.experts / self.ranks * moe.chosen(tokens)
+            computed = rows * held / moe.experts
+            read *= moe.chosen(tokens)
         width = moe.expert_width
         product = functools.partial(self._product, matrices=read)
         return [
