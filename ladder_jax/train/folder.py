@@ -67,6 +67,7 @@ FREE = (
 CAUGHT = (signal.SIGTERM, signal.SIGINT)
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
+PROFILE = "profile"
 GOODPUT = "goodput.json"
 RESULT = "result.json"
 LOCK = ".lock"

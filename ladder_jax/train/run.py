@@ -146,6 +146,7 @@ def run(
             "fingerprint": data.fingerprint,
             "sources": position.get("sources") or task.sources_record,
         }
+        traces = small.local / folder.PROFILE
         session = Session(
             context=context,
             task=task,
@@ -162,7 +163,7 @@ def run(
             about=about,
             metrics=metrics,
             throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu),
-            profiler=Profiler(profile or range(0), folder=small.local / "profile"),
+            profiler=Profiler(profile or range(0), folder=traces),
         )
         session.run()
         result = Result(

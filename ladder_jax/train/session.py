@@ -36,7 +36,7 @@ from ladder_jax.errors import RunFailed, Stopped, UserError
 from ladder_jax.nn import Params
 from ladder_jax.terminal import progress
 from ladder_jax.train import checkpoints, step as steps, timing
-from ladder_jax.train.folder import RunContext
+from ladder_jax.train.folder import PROFILE, RunContext
 from ladder_jax.train.gradients import TrainingTask, held_out_loss
 from ladder_jax.train.metrics import Metrics
 from ladder_jax.train.step import BAD, TrainState
@@ -188,7 +188,7 @@ class Session:
                 self._settle(pending)
                 pending = step, metrics
                 if self.profiler.after(step, pending=metrics):
-                    context.say(f"profile in {self.profiler.folder}")
+                    context.say(f"profile in {context.folder / PROFILE}")
                 if _due(step, train.checkpoint_every, last) or _due(
                     step, train.evaluate_every, last
                 ):

@@ -210,9 +210,13 @@ def test_two_processes(away):
     coordinator = f"localhost:{free_port()}"
     mesh = ["mesh.tensor=1", "mesh.fsdp=2"]
     command = [*away.command, "train", "tiny", *TINY, *mesh, f"run.dir={where}"]
-    command += f"--cpu-devices 1 --processes 2 --coordinator {coordinator} --process".split()
-    both = [subprocess.Popen([*command, str(process)]) for process in range(2)]
-    assert [process.wait(timeout=600) for process in both] == [0, 0]
+    options = f"--profile 7 --cpu-devices 1 --processes 2 --coordinator {coordinator} --process"
+    command += options.split()
+    pipe = dict(stderr=subprocess.PIPE, text=True)
+    both = [subprocess.Popen([*command, str(process)], **pipe) for process in range(2)]
+    said = [process.communicate(timeout=600)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert f"profile in {where}/profile\n" in said[0]
     for process in range(2):
         assert away.bucket.sorted(f"runs/three/checkpoints/12/params/ocdbt.process_{process}/d/")
     assert verify(absolute(where) / "checkpoints/12") == []
