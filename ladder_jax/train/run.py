@@ -147,6 +147,8 @@ def run(
             "sources": position.get("sources") or task.sources_record,
         }
         traces = small.local / folder.PROFILE
+        if jax.process_count() > 1:  # those of one host would write the same file
+            traces /= f"process_{jax.process_index()}"
         session = Session(
             context=context,
             task=task,

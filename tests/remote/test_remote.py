@@ -205,7 +205,7 @@ def test_copies(away, run, local, tmp_path):
 
 @pytest.mark.full
 def test_two_processes(away):
-    """Each writes its own shards, and all are one checkpoint."""
+    """Each writes its own shards, and all are one checkpoint; each its own profile."""
     where = away.url("runs/three")
     coordinator = f"localhost:{free_port()}"
     mesh = ["mesh.tensor=1", "mesh.fsdp=2"]
@@ -218,6 +218,7 @@ def test_two_processes(away):
     assert [process.returncode for process in both] == [0, 0], said
     assert f"profile in {where}/profile\n" in said[0]
     for process in range(2):
+        assert away.bucket.sorted(f"runs/three/profile/process_{process}/plugins/profile/")
         assert away.bucket.sorted(f"runs/three/checkpoints/12/params/ocdbt.process_{process}/d/")
     assert verify(absolute(where) / "checkpoints/12") == []
     assert train(where, *mesh) == 0
