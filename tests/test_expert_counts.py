@@ -231,12 +231,14 @@ def test_plan_holds_all_and_computes_the_active():
     held = 48 * (shard.attention + D * E + 32 * 3 * D * M) + 2 * shard.vocabulary * D
     assert memory.estimate(one, request=request).state == 12 * (held // 16)
     forward, recomputed = plan_speed.flops(one, request=request)
-    active = 48 * (shard.attention + D * E + K / 4 * 3 * D * M) + shard.vocabulary * D
+    head = QWEN.vocab_size / 4 * D
+    active = 48 * (shard.attention + D * E / 4 + K / 4 * 3 * D * M) + head
     scores = 48 * 2 * 8 * 128 * 4096 * 4097
     assert forward == 2 * 4096 * active + scores
     assert recomputed == 0
-    # Recomputed are all but the head and attention's last product, whose reduced sum is kept.
-    kept = 48 * 8 * 128 * D + shard.vocabulary * D
+    # Recomputed are all but the head and attention's last product, whose reduced sum is kept; the
+    # router on each rank, which counts once forward.
+    kept = 48 * 8 * 128 * D + head - 48 * D * E * 3 / 4
     full = dataclasses.replace(one, remat=Remat.FULL)
     assert plan_speed.flops(full, request=request)[1] == forward - 2 * 4096 * kept
     # Of more tokens than a chunk no rows are kept; the experts are computed again.
