@@ -61,7 +61,7 @@ def on_disk(path: str | os.PathLike) -> pathlib.Path:
     """
     if is_remote(path):
         raise UserError(
-            f"{str(path)!r} is not on a disk: only runs, models and token stores may be in an object store"
+            f"{str(path)!r} is in an object store, where this cannot be: copy it from, or to, a disk"
         )
     return local_path(path)
 

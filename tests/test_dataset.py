@@ -122,9 +122,10 @@ def test_a_mixture_is_by_weight_and_each_store_whole(book, tmp_path, monkeypatch
     mine = [row.tokens.tobytes() for row, letter in zip(rows, letters) if letter == "a"]
     assert mine == [alone.training[index].tokens.tobytes() for index in range(300)]
     assert data.fingerprint != alone.fingerprint
-    # of three held-out rows, say, the fourth of a batch repeats the first, and does not count
+    # of three held-out rows of one store, the fourth of a batch repeats the first, and does not count
     (batch,) = dataset.evaluated(data.held_out, 3, config=RECIPE)
     assert batch.predicted.any(axis=1).tolist() == [True, True, True, False]
+    assert data.held_out_rows >= RECIPE.batch  # a mixture's repeat by weight
 
 
 @pytest.mark.parametrize(

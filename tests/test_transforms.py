@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from ladder_jax import nn, parallel
+from ladder_jax import decode, nn, parallel
 from ladder_jax.config import Loop, Phase
 from ladder_jax.parallel import Compiled, Overlap, Traits, mesh
 from ladder_jax.parallel.compiler_options import TABLE, Option
@@ -207,4 +207,9 @@ def test_a_sweep_over_models_keeps_the_newest_programs():
         made(width)
     gc.collect()
     assert oldest() is None
-    assert made(528) is made(528)
+    definition = cases.define("ladder", d_ff=528)
+    assert made(528) is nn.compiled_logits(definition)
+    prefills = lambda: [
+        decode.prefill(definition, capacity=capacity) for capacity in range(32, 128)
+    ]
+    assert all(first is again for first, again in zip(prefills(), prefills()))

@@ -146,9 +146,7 @@ class Checkpoint:
         Raises Damaged if a file was changed, UserError if they have others.
         """
         if self.has_manifest and not self.verified:
-            # reads every file once more: one process does it, the others compare sizes
-            contents = [f"{item}/"] if jax.process_index() == 0 else []
-            check_files(self.path, *contents)
+            check_files(self.path, f"{item}/")
         folder = self.path / item
         with _reading(self.path):
             there = stored(folder)
@@ -282,14 +280,16 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
             )
         if finished := steps(folder):
             folder = folder / str(finished[-1])
-        kept = any((folder / name).exists() for name in ("meta", "params", manifest.NAME))
-        if not (folder / "meta" / "metadata").is_file() and not (kept and _is_step(folder.name)):
+        parts = (folder / name for name in ("meta/metadata", "meta", "params", manifest.NAME))
+        if not next(parts).is_file() and not (
+            _is_step(folder.name) and any(p.exists() for p in parts)
+        ):
             raise UserError(
                 f"{str(path)!r} holds no ladder_jax checkpoint, and no config.json of another model"
             )
         has_manifest = (folder / manifest.NAME).is_file()
         if has_manifest:
-            check_files(folder, "meta/", "data/")
+            _compare(folder, "meta/", "data/")  # by all, as this may be before they have joined
         meta = _meta(folder)
         if "manifest" in meta and not has_manifest:
             raise damaged(folder, f"{manifest.NAME} is missing")
@@ -343,8 +343,13 @@ def _json(folder: AnyPath, item: str) -> Any:
 def check_files(folder: AnyPath, *contents: str) -> None:
     """Raises Damaged where a file is not what the manifest says.
 
-    contents: as `manifest.problems` has it.
+    contents: as `manifest.problems` has it. One process compares them, as it reads every file once
+        more; the others compare sizes.
     """
+    _compare(folder, *(contents if jax.process_index() == 0 else ()))
+
+
+def _compare(folder, *contents):
     if problems := manifest.problems(folder, contents=contents):
         raise damaged(folder, problems[0])
 

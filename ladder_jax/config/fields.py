@@ -19,12 +19,13 @@ type Count = typing.Annotated[int, POSITIVE]
 type Positive = typing.Annotated[float, POSITIVE]
 type CountOrZero = typing.Annotated[int, NOT_NEGATIVE]
 type PositiveOrZero = typing.Annotated[float, NOT_NEGATIVE]
-# of training: what is no finite float32 makes every loss NaN
+# of training: beyond it float32 has 0 or infinity
 type Factor = typing.Annotated[
-    float, (lambda value: 0 < value < 1e38, "be positive and below 1e38")
+    float, (lambda value: 1e-37 <= value <= 1e37, "be between 1e-37 and 1e37")
 ]
 type FactorOrZero = typing.Annotated[
-    float, (lambda value: 0 <= value < 1e38, "not be negative, and be below 1e38")
+    float,
+    (lambda value: value == 0 or 1e-37 <= value <= 1e37, "be 0, or between 1e-37 and 1e37"),
 ]
 # beyond it penalised logits, or these over a temperature, are no finite float32
 type Penalty = typing.Annotated[

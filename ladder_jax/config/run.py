@@ -36,6 +36,7 @@ from ladder_jax.config.model import (
 )
 from ladder_jax.config.model_sections import ExpertParallelism, check_exchange
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
+from ladder_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,18 +73,17 @@ def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
     split = dict(num_heads=model.num_heads) | widths
     kv = model.num_kv_heads
     shares = lambda n: kv % n == 0 or n % kv == 0
-    most = math.gcd(*split.values())
-    fits = [str(n) for n in range(1, most + 1) if most % n == 0 and shares(n)]
-    allowed = f"(allowed: {', '.join(fits)})"
-    for name, value in split.items():
-        check(
-            value % ranks == 0,
-            f"model.{name}={value} is not divisible by mesh.tensor={ranks} {allowed}",
-        )
-    check(
-        shares(ranks),
-        f"model.num_kv_heads={kv} and mesh.tensor={ranks}: one must divide the other {allowed}",
-    )
+    wrong = [
+        f"model.{name}={value} is not divisible by mesh.tensor={ranks}"
+        for name, value in split.items()
+        if value % ranks
+    ]
+    if not shares(ranks):
+        wrong.append(f"model.num_kv_heads={kv} and mesh.tensor={ranks}: one must divide the other")
+    if wrong:
+        most = math.gcd(*split.values())
+        fits = [n for n in range(1, min(most, 1024) + 1) if most % n == 0 and shares(n)]
+        raise UserError(f"{wrong[0]} (allowed: {', '.join(map(str, fits))})")
     check(
         mesh.fsdp == 1 or mesh.tensor == ranks,
         f"model.ranks={ranks} on mesh.tensor={mesh.tensor} are emulated on one device, whose weights mesh.fsdp="

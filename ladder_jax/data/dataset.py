@@ -256,7 +256,8 @@ def _mixed(
         training=mix([part.training for part in parts]),
         held_out=mix([part.held_out for part in parts]),
         training_rows=sum(part.training_rows for part in parts),
-        held_out_rows=sum(part.held_out_rows for part in parts),
+        # they repeat by weight, so that they always fill a batch
+        held_out_rows=max(train.batch, sum(part.held_out_rows for part in parts)),
         fingerprint=digest(*identity),
         notes=sum((part.notes for part in parts), ()),
     )
@@ -317,6 +318,7 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
             )
         files = below(root, data=True)
     parts = []
+    is_json = False
     size = 0
     for file in files:
         if size >= config.max_bytes:
@@ -324,6 +326,7 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
         # 4 bytes more, as the cut may lie within a character, and 3 for a byte order mark
         part = text_of(file, named=file == root, most=config.max_bytes - size + 7)
         if part is not None:
+            is_json |= file.name.lower().endswith(json_lines.ENDINGS)
             content = part.encode()
             parts.append(content)
             size += len(content)
@@ -333,7 +336,7 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     note = f"data: {len(parts):,} of {len(files):,} files of {path}, {len(text):,} bytes of text"
     if len(text) == config.max_bytes:
         note += ", as many as data.max_bytes"
-    if any(file.name.endswith(json_lines.ENDINGS) for file in files):
+    if is_json:
         note += "; JSON is learnt as it is written: `ladder-jax tokenize` reads its texts"
     return np.frombuffer(text, np.uint8), note
 

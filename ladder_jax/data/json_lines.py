@@ -29,7 +29,7 @@ def read(
         open_file = gzip.open
     number = 0
     try:
-        with open_file(on_disk(file), "rb") as source:
+        with open_file(file, "rb") as source:
             position = 0
             if begin:
                 # What is left of a line that began before belongs to the lines before.
@@ -54,7 +54,7 @@ def parsed[T](file: str, parse: Callable[[Any, int, int], T], *, what: str) -> l
     `parse` cannot encode, and where there is no line: the file holds no `what`.
     """
     found = []
-    for number, value in read(file):
+    for number, value in read(on_disk(file)):
         try:
             found.append(parse(value, number, len(found)))
         except UserError as error:

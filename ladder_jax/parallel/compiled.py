@@ -31,10 +31,6 @@ logger = logging.getLogger("ladder_jax")
 
 Dims = Any  # a pytree prefix of strings such as "BTV"
 
-cache_programs = functools.lru_cache(maxsize=64)
-"""`functools.cache` for functions that make a model's programs, which keeps the newest alone: a sweep
-over models would keep all, and on CPUs Linux allows a process about 1,300 programs.
-"""
 
 DRIVERS = (
     "/dev/nvidia*",
@@ -46,6 +42,22 @@ DRIVERS = (
     "/dev/vfio/[0-9]*",
 )
 """The files of NVIDIA's, AMD's and TPUs' drivers; `dxg` is that of a GPU in Windows' Linux."""
+
+
+def cache_programs[T](make: Callable[..., T]) -> Callable[..., T]:
+    """`functools.cache` of a function of a model that makes its programs, for the newest 64 models: a
+    sweep would keep those of all, and on CPUs Linux allows a process about 1,300 programs.
+    """
+    of_model = functools.lru_cache(maxsize=64)(
+        lambda model: functools.cache(functools.partial(make, model))
+    )
+
+    @functools.wraps(make)
+    def cached(model, *args, **settings):
+        return of_model(model)(*args, **settings)
+
+    cached.cache_clear = of_model.cache_clear
+    return cached
 
 
 def options_for(device_kind: str, traits: Traits, *, rescue: bool = False) -> dict[str, Any]:

@@ -139,9 +139,9 @@ def recomputed_by(candidate: Candidate, block: Block) -> Recompute:
 
 
 def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
-    """FLOPs of a microbatch on one device: its share of the model's forward pass, without copies of
-    key/value heads and the vocabulary's padding, and of recomputation in the backward pass; of
-    exchanged rows without the empty slots.
+    """FLOPs of a microbatch on one device: its share of the model's forward pass, without what ranks
+    add (copies of key/value heads, more padding of the vocabulary), and of recomputation in the
+    backward pass; of exchanged rows without the empty slots.
     """
     model, block = candidate.microbatch(request)
     whole = dataclasses.replace(model, ranks=1)

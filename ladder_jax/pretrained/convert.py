@@ -83,8 +83,9 @@ def rows_of(
     UserError if a text is shorter than one row.
     """
     whole = sum(text.weight for text in texts)
-    # Rounded down: else twice as heavy a text may lack one token for its second row.
-    shares = [max(1, int(tokens * text.weight / whole)) for text in texts]
+    # Rounded down: else twice as heavy a text may lack one token for its second row. A whole share may
+    # come out just below.
+    shares = [max(1, int(tokens * text.weight / whole + 1e-6)) for text in texts]
     length = min(SEQUENCE, context or SEQUENCE, *shares)
     rows = []
     for text, share in zip(texts, shares):

@@ -362,7 +362,7 @@ def beginning(folder: AnyPath, *, now: float) -> Json:
         found = json.loads(content)
         restarts = int(found.get("restarts", 0)) + 1
         return {**found, "began": float(found["began"]), "restarts": restarts}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return {"began": now, "restarts": 0}
 
 

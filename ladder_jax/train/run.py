@@ -127,7 +127,9 @@ def run(
         state, frozen = checkpoints.restore(checkpoint, context=context, task=task)
         if checkpoint:
             say(f"resuming {where} from step {checkpoint.step}")
-            account.go_back(position.get("account"))
+            saved = position.get("account") or {}
+            account.go_back(saved)
+            account.restarts = max(account.restarts, saved.get("restarts", 0) + 1)
         elif task.origin:
             say(task.origin)
         first = int(state.step)
@@ -136,6 +138,7 @@ def run(
         with agreement.together("the run's files"), explained(where, "write into"):
             folder.write_config(context)
             if first < train.steps:
+                record |= {"restarts": account.restarts}
                 folder.write_json(where / folder.GOODPUT, record, indent=None)
             metrics = Metrics(small, step=first, trackers=followers)
             stack.enter_context(contextlib.closing(metrics))

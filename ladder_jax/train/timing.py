@@ -56,7 +56,7 @@ class TimeAccount:
 
     def as_dict(self) -> Json:
         """For a checkpoint; `go_back` takes it."""
-        return {"time": time.time(), "seconds": self.now()}
+        return {"time": time.time(), "seconds": self.now(), "restarts": self.restarts}
 
     def go_back(self, saved: Json | None) -> None:
         """Continue the account of a checkpoint (None: of the run's beginning); all time since then

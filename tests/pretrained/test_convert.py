@@ -2,6 +2,7 @@
 or not at all.
 """
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -210,7 +211,8 @@ def test_shares_of_several_texts(tmp_path):
         Text("x:y"),
     ]
     texts = [Text(str(tmp_path / "a.txt"), 3), Text(str(tmp_path / "b:2.txt"))]
-    for tokens, length in ((4000, 1000), (2046, 511)):
-        rows = conversion.rows_of(texts, tokenizer=LETTERS, tokens=tokens, skip=800)
+    tenths = [dataclasses.replace(text, weight=text.weight / 10) for text in texts]
+    for of, tokens, length in ((texts, 4000, 1000), (texts, 2046, 511), (tenths, 4000, 1000)):
+        rows = conversion.rows_of(of, tokenizer=LETTERS, tokens=tokens, skip=800)
         assert rows.shape == (4, length + 1)
         assert [chr(row[0]) for row in rows] == ["a", "a", "a", "b"]

@@ -21,7 +21,7 @@ from ladder_jax.train import metrics
 slowly = metrics.Metrics.add
 metrics.Metrics.add = lambda self, row: (time.sleep(0.1), slowly(self, row))[1]
 early = [signal.SIGINT] if sys.argv[2] == sys.argv[3] else []  # before the step is compiled
-stop = lambda doing: early and os.kill(os.getpid(), early.pop())
+stop = lambda doing: early and (os.kill(os.getpid(), early.pop()), time.sleep(3))  # heard after a second
 settings = config.load("tiny", overrides=sys.argv[4:])
 try:
     train.run(settings, say=lambda line: None, heartbeat=stop)

@@ -204,7 +204,7 @@ def test_copies(away, run, local, tmp_path):
 
 
 @pytest.mark.full
-def test_two_processes(away):
+def test_two_processes(away, tmp_path):
     """Each writes its own shards, and all are one checkpoint; each its own profile."""
     where = away.url("runs/three")
     coordinator = f"localhost:{free_port()}"
@@ -212,11 +212,11 @@ def test_two_processes(away):
     command = [*away.command, "train", "tiny", *TINY, *mesh, f"run.dir={where}"]
     options = f"--profile 7 --cpu-devices 1 --processes 2 --coordinator {coordinator} --process"
     command += options.split()
-    pipe = dict(stderr=subprocess.PIPE, text=True)
-    both = [subprocess.Popen([*command, str(process)], **pipe) for process in range(2)]
-    said = [process.communicate(timeout=600)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert f"profile in {where}/profile\n" in said[0]
+    said = tmp_path / "said"
+    errors = [said.open("w"), None]
+    both = [subprocess.Popen([*command, str(one)], stderr=errors[one]) for one in range(2)]
+    assert [process.wait(timeout=600) for process in both] == [0, 0], said.read_text()
+    assert f"profile in {where}/profile\n" in said.read_text()
     for process in range(2):
         assert away.bucket.sorted(f"runs/three/profile/process_{process}/plugins/profile/")
         assert away.bucket.sorted(f"runs/three/checkpoints/12/params/ocdbt.process_{process}/d/")

@@ -95,7 +95,7 @@ def is_batch(file: str) -> bool:
     """Whether the first line of a file of prompts is a request in OpenAI's batch format (see
     serve/batch.py).
     """
-    _, first = next(json_lines.read(file), (0, None))
+    _, first = next(json_lines.read(files.on_disk(file)), (0, None))
     return isinstance(first, dict) and "custom_id" in first and "prompt" not in first
 
 
