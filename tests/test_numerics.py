@@ -228,7 +228,7 @@ def test_the_compilers_level_changes_no_initial_value(monkeypatch):
 )
 def test_second_derivatives(name, mesh, settings):
     """The Hessian times the parameters: the gradient's own derivative, forward over reverse."""
-    definition = cases.define(name, data=mesh[0], tensor=mesh[1])
+    definition = cases.define(name, data=mesh[0], tensor=mesh[1], num_layers=2)
     params = cases.parameters(definition)
     tokens = cases.tokens((4, 9))
     compute = train.loss_and_gradients(definition, **settings)
