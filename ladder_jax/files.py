@@ -60,9 +60,7 @@ def on_disk(path: str | os.PathLike) -> pathlib.Path:
     gs://... and the like, which as a path would be a folder of that name here.
     """
     if is_remote(path):
-        raise UserError(
-            f"{str(path)!r} is in an object store, where this cannot be: copy it from, or to, a disk"
-        )
+        raise UserError(f"{str(path)!r} is in an object store, and this must be on a disk")
     return local_path(path)
 
 

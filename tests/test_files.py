@@ -164,7 +164,7 @@ def test_an_address_is_no_folder_here(words, tmp_path, mistake):
     models.write(tmp_path / "model", "llama-2")
     (tmp_path / "t.txt").write_text("text")
     before = os.listdir(tmp_path)
-    said = f"{words.split()[-1]!r} is in an object store, where this cannot be: copy"
+    said = f"{words.split()[-1]!r} is in an object store, and this must be on a disk"
     assert said in mistake(*words.split())
     with refused("'gs://b/x' is in an object store"):
         pretrained.write_huggingface(pretrained.open("model"), "gs://b/x")

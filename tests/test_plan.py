@@ -436,7 +436,7 @@ def test_a_confirmed_answer(capsys, prints, monkeypatch, tmp_path):
     "said, change",
     {
         "--tokens 1000 are not a multiple of --sequence 512": dict(tokens=1000, sequence=512),
-        "--tokens must be below 2**31, as a step of train has": dict(tokens=2**31),
+        "--tokens must be below 2**31, not ": dict(tokens=2**31),
         "give model.ranks": dict(residual="ladder-fresh"),
         "--capacity 1.25 is of experts, which llama-3-70b has not": dict(capacity=1.25),
         "interleave=2 is for a residual that": dict(

@@ -280,10 +280,10 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
             )
         if finished := steps(folder):
             folder = folder / str(finished[-1])
-        parts = (folder / name for name in ("meta/metadata", "meta", "params", manifest.NAME))
-        if not next(parts).is_file() and not (
-            _is_step(folder.name) and any(p.exists() for p in parts)
-        ):
+        found = (folder / "meta" / "metadata").is_file()
+        if not found and _is_step(folder.name):  # damaged, if it holds another part
+            found = any((folder / name).exists() for name in ("meta", "params", manifest.NAME))
+        if not found:
             raise UserError(
                 f"{str(path)!r} holds no ladder_jax checkpoint, and no config.json of another model"
             )

@@ -379,10 +379,13 @@ class Transformer(Module):
 
         Compiled for the mesh's devices. Under `jax.jit`, `jax.grad` and the like it is a function
         like any other, and their program's options are the caller's:
-        `model.definition.topology.compile_options(mesh, phase="train")`. Its gradient has a `jax.jvp`
-        (a Hessian times a vector) but with fsdp; the function itself has none. Ids outside the vocabulary
+        `model.definition.topology.compile_options(mesh, phase="train")`. Ids outside the vocabulary
         are a UserError, but for traced ones, which nobody knows yet. An array on a device is read
         for that, so the call waits until it is there.
+
+        Its gradient has a `jax.jvp` (a Hessian times a vector), except with fsdp, and where a kernel of
+        Pallas or cuDNN computes attention or experts: on TPUs, and on GPUs in bfloat16. The function
+        itself has none.
         """
         batch_ranks = self.definition.layout.batch_ranks
         tokens = checked_tokens(tokens, batch_ranks=batch_ranks, vocab_size=self.config.vocab_size)

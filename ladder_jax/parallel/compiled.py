@@ -31,7 +31,6 @@ logger = logging.getLogger("ladder_jax")
 
 Dims = Any  # a pytree prefix of strings such as "BTV"
 
-
 DRIVERS = (
     "/dev/nvidia*",
     "/dev/nvhost*",

@@ -87,7 +87,7 @@ def make(
         )
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity=capacity))
         changes["moe.capacity"] = capacity
-    check(tokens < 2**31, f"--tokens must be below 2**31, as a step of train has, not {tokens}")
+    check(tokens < 2**31, f"--tokens must be below 2**31, not {tokens}")
     check(tokens % sequence == 0, f"--tokens {tokens} are not a multiple of --sequence {sequence}")
     check(
         config.ranks is not None or not parse_residual(config.residual).depends_on_ranks,

@@ -151,7 +151,7 @@ MISTAKES = {
     "--text latin.txt": "latin.txt: not UTF-8 text",
     "--text pages.jsonl": "pages.jsonl:1: no text in 'text' (--field names it)",
     "--multiple-choice empty.txt": "'empty.txt' holds no questions",
-    "--text gs://b/a.txt": "'gs://b/a.txt' is in an object store, where this cannot be",
+    "--text gs://b/a.txt": "'gs://b/a.txt' is in an object store, and this must be on a disk",
     "--generation s3://b/a.jsonl": "'s3://b/a.jsonl' is in an object store",
     "--multiple-choice nowhere.jsonl": "cannot read 'nowhere.jsonl': No such file",
     "--generation choices.jsonl": 'choices.jsonl:3: "answer" must be a text',
