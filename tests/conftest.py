@@ -23,7 +23,9 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # most of what a compilation costs, and changes neither the collectives nor, beyond rounding, the
 # numbers.
 FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+GIVEN = os.environ.get("XLA_FLAGS", "")
+if FLAGS not in GIVEN:  # a worker inherits them; a second time, its programs had other keys
+    os.environ["XLA_FLAGS"] = f"{GIVEN} {FLAGS}".strip()
 # Shared by all workers and inherited by the processes that they start; keyed by jax's own version
 # and the program. Small programs as well: what a process has compiled, or a file whose programs
 # have gone, the next only reads.
