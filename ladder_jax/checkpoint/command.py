@@ -44,9 +44,9 @@ def run(args: dict) -> None:
     losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
     if keep and losses:
         removed = store.steps_to_remove(losses, keep=keep)
-    with explained(folder, "write into"):
-        for step in removed:
-            store.remove(folder / str(step))
+    for step in removed:
+        with explained(folder / str(step), "remove"):
+            store.remove(folder / str(step), whole=True)
     rows = [row for row in rows if row.step not in removed]
     damaged = [row for row in rows if row.state == "damaged"]
     if args["json"]:

@@ -191,12 +191,15 @@ class Store:
             remove(self.folder / str(step))
 
 
-def remove(folder: AnyPath) -> None:
-    """Remove one step's folder. The manifest goes first, without which it does not count."""
+def remove(folder: AnyPath, *, whole: bool = False) -> None:
+    """Remove one step's folder. The manifest goes first, without which it does not count.
+
+    whole: raises OSError where a part stays; else the next save tries again.
+    """
     if is_remote(folder):
         return remote.remove(folder, first=manifest.NAME)
     (folder / manifest.NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=not whole)
 
 
 def parse_keep(words: str) -> Keep:
