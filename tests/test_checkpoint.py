@@ -513,6 +513,28 @@ def test_a_folder_that_refuses_to_be_pruned(copy, monkeypatch, capsys, where, ca
     assert {20, 30} <= set(steps(copy))
 
 
+@pytest.mark.parametrize("by", ["the verb", "a run"])
+def test_the_best_stays_where_it_cannot_be_read_just_now(copy, monkeypatch, capsys, by):
+    read = manifest._read
+    refusals = [OSError(116, "Stale file handle")]
+
+    def refuse_once(folder):
+        if folder.name == "20" and refusals:
+            raise refusals.pop()
+        return read(folder)
+
+    monkeypatch.setattr(manifest, "_read", refuse_once)
+    if by == "the verb":
+        assert cli.main(["checkpoints", str(copy), "--prune", "last=1,best=1"]) == 1
+        assert "manifest.json cannot be read: Stale file handle" in capsys.readouterr().out
+    else:
+        saving = opened(copy, keep_checkpoints=1, keep_best=1)
+        saving.save(40, **SMALL)
+        saving.close()
+    assert not refusals
+    assert 20 in steps(copy)
+
+
 def test_what_an_abandoned_write_never_began_is_not_told():
     """Python warns of that when it collects the rest, which may be when the process ends."""
 

@@ -75,8 +75,8 @@ def _row(folder: AnyPath, *, thorough: bool) -> Row:
         elif thorough:
             problems = saved.verify(folder)
             state = "whole"
-    except saved.Damaged:
-        problems = saved.verify(folder)
+    except saved.Damaged as error:  # what is whole again could not be read just now
+        problems = saved.verify(folder) or [str(error)]
     except UserError as error:
         problems = [str(error)]
     return Row(

@@ -33,7 +33,7 @@ type Files = dict[str, File]
 type Info = dict[str, Any]  # the `size` of a file, and what an object store says of it
 
 # What reading a changed manifest raises.
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def write(folder: AnyPath) -> None:
@@ -68,6 +68,8 @@ def problems(folder: AnyPath, *, contents: tuple[str, ...] = ("",)) -> list[str]
         listed = _read(folder)
     except FileNotFoundError:
         return [f"{NAME} is missing"]
+    except OSError as error:
+        return [f"{NAME} cannot be read: {error.strerror or error}"]
     except _DAMAGED:
         return [f"{NAME} is damaged"]
     there = found(folder)

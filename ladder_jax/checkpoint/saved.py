@@ -336,7 +336,9 @@ def _json(folder: AnyPath, item: str) -> Any:
         return json.loads(read_text(folder / item / "metadata"))
     except FileNotFoundError:
         raise damaged(folder, f"{item}/metadata is missing") from None
-    except (OSError, ValueError, RecursionError):
+    except OSError as error:
+        raise damaged(folder, f"{item}/metadata cannot be read: {reason(error)}") from None
+    except (ValueError, RecursionError):
         raise damaged(folder, f"its {item} is not JSON") from None
 
 

@@ -170,9 +170,10 @@ class Store:
             self._fail(step, error + whose)
 
     def _prune(self) -> None:
-        losses = dict.fromkeys(steps(self.folder))
-        for step in losses:
-            with contextlib.suppress(UserError):  # a damaged one is never the best
+        losses = {}
+        for step in steps(self.folder):
+            # a damaged one, or one that cannot be read just now, is neither counted nor removed
+            with contextlib.suppress(UserError):
                 losses[step] = open_checkpoint(self.folder / str(step)).validation_loss
         for step in steps_to_remove(losses, keep=self._keep):
             remove(self.folder / str(step))
