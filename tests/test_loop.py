@@ -18,6 +18,7 @@ import pytest
 
 from ladder_jax import config, nn, parallel, terminal, train
 from ladder_jax.config import TrainConfig
+from ladder_jax.errors import RunFailed
 from ladder_jax.train import folder, metrics, step as steps, timing
 from tests import cases, runs
 
@@ -166,9 +167,9 @@ def test_tensorboard_on_a_full_disk(tmp_path, monkeypatch):
     assert not said
 
 
-def test_weights_and_biases(book, tmp_path, monkeypatch):
+def test_weights_and_biases(book, tmp_path, monkeypatch, largest_file):
     """What is asked of the package, by a stand-in for it: one run for a folder, every row once, at
-    its step.
+    its step; and never an id that a full disk cut short.
     """
     calls = []
     handle = types.SimpleNamespace(
@@ -181,6 +182,12 @@ def test_weights_and_biases(book, tmp_path, monkeypatch):
         return handle
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Error=RuntimeError))
+    board = metrics.WandB(config.RunConfig(), folder=tmp_path)
+    largest_file(8)
+    with pytest.raises(RunFailed):
+        board.begin([])
+    largest_file(None)
+    assert not (tmp_path / metrics.WANDB_ID).exists()
     directory = tmp_path / "run"
     said = run(book, directory, "run.wandb=ladders", "run.tensorboard=false")
     assert "no MFU: the peak of 'cpu' devices is not known (train.peak_tflops=... gives it)" in said

@@ -122,7 +122,7 @@ class WandB:
             return
         identity = self._folder / WANDB_ID
         if not identity.is_file():
-            identity.write_text(uuid.uuid4().hex, encoding="utf-8")
+            files.write(identity, [uuid.uuid4().hex.encode()])
         try:
             self._run = self._wandb.init(
                 project=self._config.run.wandb,
