@@ -92,14 +92,20 @@ class Checkpoint:
         """The run's copy of its tokenizer. Raises UserError if it is missing, or has more tokens
         than the model.
         """
-        folder = self.path.parent.parent / tokenizers.FOLDER
-        # older checkpoints do not name it
-        name = self.data.get("tokenizer", self.config.data.tokenizer)
-        if not folder.exists() and name == tokenizers.BYTES:
-            folder = None
-        tokenizer = tokenizers.load(folder)
+        tokenizer = tokenizers.load(None if self.is_bytes else self._tokenizers)
         tokenizers.check_vocabulary(tokenizer, vocab_size=self.config.model.vocab_size)
         return tokenizer
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether the run's tokens are bytes."""
+        # older checkpoints do not name it
+        name = self.data.get("tokenizer", self.config.data.tokenizer)
+        return name == tokenizers.BYTES and not self._tokenizers.exists()
+
+    @property
+    def _tokenizers(self) -> AnyPath:
+        return self.path.parent.parent / tokenizers.FOLDER
 
     def params(self, definition: ModelDef) -> Params:
         """The parameters, with the shapes and shardings of `definition`. Raises Damaged if a file

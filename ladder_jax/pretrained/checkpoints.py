@@ -49,6 +49,7 @@ def read(path: pathlib.Path) -> Source:
         huggingface.generation_in(folder),
         source.refit_in(folder.parent),
         checkpoint.config.decode,
+        checkpoint.is_bytes,
     )
 
 

@@ -101,6 +101,7 @@ class Source:
         ...
     refit: the content of REFIT; None without a refit.
     decode: the settings of `generate`, of our checkpoints alone.
+    is_bytes: whether the tokens are bytes, also where the vocabulary has more than these.
     """
 
     path: str
@@ -111,15 +112,18 @@ class Source:
     generation: Mapping[str, Any] = EMPTY
     refit: bytes | None = dataclasses.field(default=None, repr=False)
     decode: DecodeConfig = DecodeConfig()
+    is_bytes: bool = False
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Of `files`; without any, bytes for 256 tokens, else None.
+        """Of `files`; without any, bytes for 256 tokens, and for more if `is_bytes`, else None.
 
         Raises UserError for an unsupported tokenizer, and for one with more tokens than the model.
         """
-        if not self.files and self.model.vocab_size == tokenizers.Bytes().vocab_size:
-            return tokenizers.Bytes()
+        of_bytes = tokenizers.Bytes()
+        more = self.model.vocab_size - of_bytes.vocab_size
+        if not self.files and (more == 0 or self.is_bytes and more > 0):
+            return of_bytes
         if tokenizers.MAIN not in self.files:
             return None
         files = dict(self.files)

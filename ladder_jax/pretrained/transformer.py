@@ -164,6 +164,7 @@ class Transformer(nn.Transformer):
             generation,
             self.refit,
             self.decode,
+            isinstance(self.tokenizer, tokenizers.Bytes),
         )
 
 

@@ -24,6 +24,7 @@ import ladder_jax as lj
 from ladder_jax import checkpoint, pretrained
 from ladder_jax.bench import request as benches
 from ladder_jax.config import DecodeConfig, Dtype, Loop, Phase, Quantize
+from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import memory
 from ladder_jax.overlap import request as overlaps
 from ladder_jax.plan import request as plans
@@ -317,9 +318,10 @@ def test_push_to_the_hub(files, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def model():
     return lj.Transformer(
-        lj.preset("tiny", num_layers=2, d_model=32, d_ff=48),
+        lj.preset("tiny", num_layers=2, d_model=32, d_ff=48, vocab_size=257),  # bytes, and one more
         rngs=nnx.Rngs(3),
         mesh=lj.make_mesh(tensor=2),
+        tokenizer=Bytes(),
     )
 
 
@@ -331,6 +333,7 @@ def test_saved_and_loaded(model, tmp_path, prints):
     model.decode = DecodeConfig()
     again = lj.load(str(saved), mesh=lj.make_mesh(tensor=4))
     assert again.decode == pretrained.open(saved).decode == DecodeConfig(top_k=3)
+    assert pretrained.open(saved).tokenizer == Bytes()
     assert again.mesh.shape["tensor"] == 4
     assert again.config == model.config
     # unpadded
