@@ -148,7 +148,7 @@ class Source:
         """The section of a run's configuration that has the context."""
         if self.context is None:
             return TrainConfig()
-        return TrainConfig(sequence=self.context)
+        return TrainConfig(batch=1, sequence=self.context)  # a batch has fewer than 2**31 tokens
 
     @property
     def parameters(self) -> int:

@@ -44,9 +44,8 @@ def test_values_and_files_arrive(tmp_path, capsys):
     mesh reads it.
     """
     made = tiny.byte_level()
-    file = gguf_files.write(
-        tmp_path / "a.gguf", "llama-2", kind=Kind.BF16, tokenizer=made, vocab_size=320
-    )
+    long = dict(vocab_size=320, max_position_embeddings=2**20)
+    file = gguf_files.write(tmp_path / "a.gguf", "llama-2", kind=Kind.BF16, tokenizer=made, **long)
     source = pretrained.open(file)
     saved = convert(file, tmp_path / "out")
     told = json.loads(capsys.readouterr().out)
