@@ -193,7 +193,7 @@ def test_a_temperature_beyond_all_measure_is_a_uniform_draw():
         assert abs(counts - draws / VOCAB).max() <= 6 * np.sqrt(draws / VOCAB)
 
 
-def test_noise_has_more_steps_than_a_large_vocabulary_s_tail():
+def test_the_noise_is_finer_than_2_to_minus_23():
     """In steps of 2**-23 a tenth was drawn of 128,000 tokens that together have 0.5 %."""
     keys, positions = jax.random.split(jax.random.key(0), 1), np.zeros(1, np.int32)
     noise = sampling._noise(keys, positions, size=2**17, vocab_size=2**17, axes=())
