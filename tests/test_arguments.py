@@ -3,6 +3,7 @@ vocabulary.
 """
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -301,6 +302,14 @@ WRONG = {
         lambda: decode.Engine(DEFINITION, params_of(), decoder="bytes"),
         "a function from tokens to byt",
     ),
+    "prefill(launch=)": (  # with which a CPU's compiler crashes
+        lambda: decode.prefill(ON_TWO, capacity=8, launch="explicit"),
+        "launch 'explicit' is for NVIDIA GPUs",
+    ),
+    "decode_many(choice=)": (
+        lambda: decode.decode_many(DEFINITION, choice="gredy"),
+        "unknown choice 'gredy'; did you mean 'greedy'?",
+    ),
     "Generator": (
         lambda: decode.Generator("tiny", {}),
         "inference needs a Transformer, or a ModelDef and its params, not 'tiny'",
@@ -459,6 +468,10 @@ def test_names_are_taken_for_enums(tmp_path):
     )
     assert len(engine.submit(decode.Request([1], max_new_tokens=2)).result().tokens) == 2
     assert config.Execution(loop="unrolled").loop is config.Loop.UNROLLED
+    params = decode.Generator(DEFINITION, params_of(), loop="scan").params
+    read = functools.partial(decode.prefill_in_chunks, DEFINITION, params, TOKENS, np.int32([5, 6]))
+    _, caches = read(capacity=8, chunk=4, loop="scan")
+    assert caches.key.shape[:3] == (1, 2, 8)
     of = lambda which: residual.topology("ladder", num_layers=4, ladder_layers=which)
     assert of(2) == of("2") == of([2, 3])
     assert of((0, 3)) == of("0,3")

@@ -31,7 +31,7 @@ from ladder_jax.config import (
     Phase,
     Quantize,
 )
-from ladder_jax.config.fields import check
+from ladder_jax.config.fields import check, member
 from ladder_jax.decode import sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.nn import Cache, ModelDef, Params
@@ -79,6 +79,7 @@ def prefill(
     `sequence_parallel`, T is divisible by the tensor ranks: see residual/wires/sequence.py. Raises
     UserError where `launch` is explicit and is not supported, and for a `capacity` below T.
     """
+    loop, launch, quantize = _form(loop, launch, quantize)
     check(
         not sequence_parallel or launch is not Launch.EXPLICIT,
         "launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'",
@@ -143,6 +144,7 @@ def extend(
     those after its last token if this chunk holds it, otherwise meaningless. Tokens beyond a row's
     length have no effect. Raises UserError as `prefill`.
     """
+    loop, launch, quantize = _form(loop, launch, quantize)
     launch = _launch(definition, launch, interleave=interleave)
     execution = Execution(loop=loop, launch=launch, interleave=interleave)
 
@@ -196,6 +198,7 @@ def prefill_chunks(
     activations and attention scores grow with the prompt. Raises UserError where the caches have
     no room for the tokens.
     """
+    loop, launch, quantize = _form(loop, launch, quantize)
     form = dict(loop=loop, launch=launch, quantize=quantize)
     sharding = definition.layout.sharding
     ends = jax.device_put(lengths, sharding("B"))
@@ -271,6 +274,7 @@ def sample_first(definition: ModelDef, *, choice: Choice = Choice.SAMPLED) -> Ca
     With Choice.GREEDY as in `decode_many`: no log-probabilities, and of the settings only the
     penalty counts.
     """
+    choice = member(Choice, "choice", choice)
 
     def local(logits, settings, positions, seen):
         return _chooser(definition, choice, settings)(logits, positions, seen)
@@ -301,6 +305,8 @@ def decode_many(
 
     Raises UserError where `launch` is explicit and is not supported.
     """
+    choice = member(Choice, "choice", choice)
+    loop, launch, quantize = _form(loop, launch, quantize)
     axes = definition.layout.tensor
     execution = Execution(loop=loop, launch=_launch(definition, launch))
 
@@ -464,6 +470,15 @@ def _last_logits(definition, params, x_BTD, ends):
     """Logits [B, V/ranks] after each row's first `ends` tokens, on one rank."""
     last = jnp.take_along_axis(x_BTD, (ends - 1)[:, None, None], axis=1)
     return nn.logits(definition, params, last)[:, 0]
+
+
+def _form(loop, launch, quantize):
+    """As members, of which words are equal to none."""
+    return (
+        member(Loop, "loop", loop),
+        member(Launch, "launch", launch),
+        member(Quantize, "quantize", quantize),
+    )
 
 
 def _launch(definition, launch, *, interleave=1):
