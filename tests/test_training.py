@@ -46,12 +46,17 @@ def dense_step(params, tokens, shape, recipe):
 
 
 def test_every_number_is_float32_where_jax_has_64_bits():
-    """Of weights and gradients of experts, in parts of the batch and of the loss."""
+    """Of weights and gradients of experts, in parts of the batch and of the loss; and of weights
+    that are stored in bfloat16.
+    """
     definition = experts.define("ladder", tensor=2)
     compute = train.loss_and_gradients(definition, accumulate=2, loss_chunk=3)
     with jax.enable_x64(True):
         params = jax.eval_shape(lambda: nn.initialize(definition))
         found = params, jax.eval_shape(compute, params, experts.tokens())
+    stored = jax.tree.map(lambda a: a.update(dtype="bfloat16"), params)
+    whole = train.loss_and_gradients(definition)
+    found = found, jax.eval_shape(whole, stored, experts.tokens())
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
 
 

@@ -170,7 +170,8 @@ def task_gradients(
         # From here on every rank owns its copy of what is replicated: gradients stay local, in
         # float32, until the one reduction below; none is left for the layer loop to communicate.
         own = lambda dims, p: pvary(p, layout.own_axes(dims))
-        trained = jax.tree.map(own, dims, trained)
+        master = lambda dims, p: own(dims, p.astype(jnp.float32))
+        trained = jax.tree.map(master, dims, trained)
         frozen = jax.tree.map(own, task.frozen_dims, frozen)
         # Equal on all tensor ranks, like the residual: otherwise every sublayer's input adds one
         # all-reduce backward.

@@ -193,14 +193,15 @@ def initial_state(
     params: Params | None = None,
     task: TrainingTask | None = None,
 ) -> TrainState:
-    """The state before the first step, on its devices. params: what trains (default: new
-    weights).
+    """The state before the first step, on its devices. params: what trains, as float32 (default:
+    new weights).
     """
     check_type("config", config, TrainConfig)
     task = task or Pretraining(definition)
     if params is None:
         params = nn.initialize(definition, seed=config.seed)
     check_params(params, expected=task.abstract)
+    params = jax.tree.map(lambda a: a.astype(jnp.float32, copy=False), params)
     without = lambda state: dataclasses.replace(state, params=None)  # which are not copied
     first = _first(config, task)
     shapes = abstract_state(definition, config=config, task=task)
