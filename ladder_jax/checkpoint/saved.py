@@ -141,6 +141,11 @@ class Checkpoint:
         return dataclasses.replace(self, verified=self.has_manifest)
 
     def _restore(self, item: str, like: Params) -> Params:
+        for name, leaf in named(like).items():
+            if getattr(leaf, "sharding", None) is None:
+                raise UserError(
+                    f"{name} has no sharding to be read with: give jax's arrays, or ShapeDtypeStructs that have one"
+                )
         self.compare(item, like)
         with _reading(self.path):
             restored = arrays.read(self.path / item, named(like))
