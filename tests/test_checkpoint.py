@@ -405,15 +405,16 @@ def test_killed_before_the_manifest(copy, monkeypatch):
 
 
 def test_a_step_is_a_whole_number(copy):
-    """As NumPy has it, too; a folder of another name would not count."""
+    """As NumPy has it, too, and the loss; a folder of another name would not count."""
     saving = opened(copy)
     for step in ("40", 40.0, -1, None):
         with refused("step must be "):
             saving.save(step, **SMALL)
-    saving.save(np.int64(40), **SMALL)
+    saving.save(np.int64(40), **SMALL, validation_loss=jax.numpy.float32(1.5))
     saving.close()
     assert saving.failure() is None
     assert open_checkpoint(copy).step == 40
+    assert open_checkpoint(copy).validation_loss == 1.5
 
 
 def test_an_older_one_goes_only_after_the_new_one_is_whole(copy, monkeypatch):

@@ -49,7 +49,7 @@ def texts(
         "manifest": manifest.NAME,
         "step": step,
         "time": time.time(),
-        "validation_loss": validation_loss,
+        "validation_loss": None if validation_loss is None else float(validation_loss),
         "config": to_dict(config),
     }
     return {"data": {"step": step, **data}, "meta": meta}
