@@ -330,6 +330,7 @@ def test_every_damaged_file_is_found(three, tmp_path, damage):
         name = str(file.relative_to(three / "30"))
         assert name in str(said.value)
         assert any(line.startswith(name) for line in verify(copy / "30"))
+        assert verify(copy) == verify(copy / "30")  # the newest
         assert verify(copy / "20") == []
         shutil.rmtree(copy)
 

@@ -317,10 +317,12 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
 
 def verify(folder: str | AnyPath) -> list[str]:
-    """Reads all files of one step's folder; one line for each damaged file. Empty if intact, or
-    without manifest.
+    """Reads all files of one step's folder, or of a run's newest; one line for each damaged file.
+    Empty if intact, or without manifest.
     """
-    folder = expanded(folder)
+    folder = folder_of(expanded(folder))
+    if finished := steps(folder):
+        folder = folder / str(finished[-1])
     try:
         checkpoint = open_checkpoint(folder)
     except Damaged:
