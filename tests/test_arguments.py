@@ -401,9 +401,21 @@ WRONG = {
         "name must be of type str or PathLike, not None",
     ),
     "lj.load": (lambda: lj.load(b"run"), "path must be of type str or PathLike, not a bytes"),
+    "pretrained.load": (
+        lambda: pretrained.load("runs/book", mesh=parallel.make_mesh()),
+        "source must be of type Source, not 'runs/book'",
+    ),
     "write_huggingface": (
-        lambda: pretrained.write_huggingface(None, 5),
+        lambda: pretrained.write_huggingface("runs/book", "export"),
+        "source must be of type Source, not 'runs/book'",
+    ),
+    "write_huggingface(destination=)": (
+        lambda: lj.Transformer(CONFIG, params=params_of()).save(5),
         "destination must be of type str or PathLike, not 5",
+    ),
+    "Transformer(tokenizer=)": (
+        lambda: lj.Transformer(CONFIG, params=params_of(), tokenizer="bytes"),
+        "tokenizer must be of type Tokenizer or NoneType, not 'bytes'",
     ),
     "Transformer(decode=)": (
         lambda: lj.Transformer(CONFIG, params=params_of(), decode={"top_k": 3}),

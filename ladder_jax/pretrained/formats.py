@@ -246,6 +246,7 @@ def save(source: Source, destination: str | os.PathLike, *, format: Format) -> N
     the format cannot express; RunFailed if writing fails, as for a full disk. Unfinished files are
     removed.
     """
+    check_type("source", source, Source)
     check_type("destination", destination, str, os.PathLike)
     place = on_disk(destination).absolute()
     if format is Format.CHECKPOINT:

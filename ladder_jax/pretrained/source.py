@@ -20,7 +20,7 @@ from flax import traverse_util
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import DecodeConfig, Loop, ModelConfig, TrainConfig
-from ladder_jax.config.fields import shown
+from ladder_jax.config.fields import check_type, shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import weights
@@ -253,6 +253,7 @@ def load(
     dtype: of all arrays; None keeps the stored dtypes (a stack gets one that holds the values of
     all its layers). Raises UserError if the model cannot be split over the mesh.
     """
+    check_type("source", source, Source)
     mesh = parallel.mesh_of(mesh)
     definition = nn.define(
         parallel.with_ranks(source.model, tensor=mesh.shape["tensor"]), mesh=mesh

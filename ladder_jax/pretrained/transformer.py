@@ -66,6 +66,7 @@ class Transformer(nn.Transformer):
         """
         super().__init__(config, rngs=rngs, mesh=mesh, params=params)
         check_type("decode", decode, DecodeConfig, type(None))
+        check_type("tokenizer", tokenizer, Tokenizer, type(None))
         if tokenizer is None and config.vocab_size == tokenizers.Bytes().vocab_size:
             tokenizer = tokenizers.Bytes()
         if tokenizer is not None:
