@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from ladder_jax.config.fields import check_type
 from ladder_jax.data import json_lines
 from ladder_jax.decode import Finish
 from ladder_jax.decode.engine.jsonl import carry_out
 from ladder_jax.decode.request import ends
-from ladder_jax.errors import UserError, needed
+from ladder_jax.errors import UserError, needed, whole
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, SLOTS, STOP, Model
 from ladder_jax.evaluate.scorer import Span
 from ladder_jax.files import digest
@@ -108,6 +109,7 @@ def multiple_choice(
     Raises UserError, with the line's number, where a question cannot be scored; and without
     lm-evaluation-harness.
     """
+    check_type("model", model, Model)
     harness = library()
     task = _task(harness.CHOICES, examples, shots, shots_from)
     pairs = harness.Pairs(model)
@@ -115,11 +117,11 @@ def multiple_choice(
     truncated = 0
     for example, asked in zip(examples, task.asked()):
         try:
-            whole = pairs.loglikelihood(asked, disable_tqdm=True)
-            spans.append([model.cut(span) for span in whole])
+            uncut = pairs.loglikelihood(asked, disable_tqdm=True)
+            spans.append([model.cut(span) for span in uncut])
         except UserError as error:
             raise UserError(f"line {example.line}: {error}") from None
-        truncated += any(span.length > model.window for span in whole)
+        truncated += any(span.length > model.window for span in uncut)
     digests = [
         digest(model.digest, one.choices, one.gold, [(span.context, span.scored) for span in those])
         for one, those in zip(examples, spans)
@@ -166,6 +168,7 @@ def generation(
     Raises UserError, with the line's number, where a question cannot be asked; and without
     lm-evaluation-harness.
     """
+    check_type("model", model, Model)
     stops = ends(stop, tokenizer=model.tokenizer)
     harness = library()
     settings = {"until": list(stops["stop"]), "do_sample": False, "max_gen_toks": max_new_tokens}
@@ -211,6 +214,7 @@ def library():
 
 
 def _task(config: dict, examples: Sequence, shots: int, shots_from: Sequence):
+    shots = whole("shots", shots, least=0)
     if not examples:
         raise UserError("there is no question")
     pool = map(_document, _pool(examples, shots, shots_from))

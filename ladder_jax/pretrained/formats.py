@@ -116,7 +116,8 @@ class OpenedModel:
         """On `data` x `tensor` devices; by default on as many as the model was trained on, if there
         are as many.
         """
-        mesh = parallel.make_mesh(data=data, tensor=tensor or default_tensor(self.config))
+        tensor = default_tensor(self.config) if tensor is None else tensor
+        mesh = parallel.make_mesh(data=data, tensor=tensor)
         return define(self.config.model, mesh=mesh)
 
     def reader(self, definition: ModelDef) -> Reader:

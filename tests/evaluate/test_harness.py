@@ -224,10 +224,16 @@ def test_generation(ours, adapter, harness, shots, tmp_path):
     check_answers(ours, adapter, harness, tmp_path, shots=shots)
 
 
-def test_no_question_at_all(ours):
+def test_what_is_not_asked(ours, run):
     for score in (evaluate.multiple_choice, evaluate.generation):
         with refused("there is no question"):
             score(ours, [])
+        with refused("shots must be at least 0, not -1"):
+            score(ours, [], shots=-1)
+        with refused("model must be of type Model, not 'runs/book'"):
+            score("runs/book", [])
+    with refused("mesh.tensor must be positive, not 0"):
+        evaluate.open_model(run, tensor=0)
 
 
 def test_an_interrupted_generation_goes_on_from_the_cache(adapter, monkeypatch, tmp_path):
