@@ -7,7 +7,7 @@ import functools
 
 import jax
 
-from ladder_jax.config import Execution, Launch, Loop, Quantize
+from ladder_jax.config import Launch, Loop, Quantize
 from ladder_jax.decode import steps, weights
 from ladder_jax.parallel import on_mesh, over_ranks
 
@@ -19,7 +19,7 @@ def decode(definition, *, loop=Loop.UNROLLED, launch=Launch.AUTO, quantize=Quant
     """
     dims = steps.cache_dims(definition, loop=loop)
     in_dims = (weights.dims(definition, loop=loop, quantize=quantize), dims, "B", "B")
-    execution = Execution(loop=loop, launch=steps._launch(definition, launch))
+    execution = steps._execution(definition, loop=loop, launch=launch)
     one = steps.step(definition, execution=execution)
 
     def step(params, *rest):

@@ -1,7 +1,5 @@
 """The compiled programs of inference: prefill, whole or in chunks, and decode, a chunk of tokens a
-call; and the key/value cache that they hand on.
-
-Each is one shard_map over the whole mesh; key/value caches are updated in place.
+call; and the key/value cache that they hand on, and update in place.
 
 Layers are unrolled, or scanned to compile sooner. A scanned decode step takes 63 to 76 % more
 estimated cycles, because XLA slices and copies the stacks (`ladder-jax overlap --model llama-3-70b
@@ -13,6 +11,7 @@ heads than ranks, several ranks hold the same head. The order of its dimensions 
 attention kernel's: `ModelDef.kernel.cache_dims`.
 """
 
+import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -51,9 +50,7 @@ from ladder_jax.parallel import (
 )
 from ladder_jax.scopes import TOKEN_LOOP
 
-# tokens that a call of `decode_many` makes by default, without a round trip to the host between
-# them
-CHUNK = 16
+CHUNK = 16  # tokens a call of `decode_many`, without a round trip to the host between them
 Caches = tuple[Cache, ...] | Cache  # one a layer, or stacked for a scan
 
 UNIT = 32  # the shortest padded prompt, and the unit of a cache's length, in tokens
@@ -79,15 +76,8 @@ def prefill(
     `sequence_parallel`, T is divisible by the tensor ranks: see residual/wires/sequence.py. Raises
     UserError where `launch` is explicit and is not supported, and for a `capacity` below T.
     """
-    loop, launch, quantize = _form(loop, launch, quantize)
-    check(
-        not sequence_parallel or launch is not Launch.EXPLICIT,
-        "launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'",
-    )
-    launch = (
-        Launch.CHAINED if sequence_parallel else _launch(definition, launch, interleave=interleave)
-    )
-    execution = Execution(
+    execution = _execution(
+        definition,
         loop=loop,
         launch=launch,
         sequence_parallel=sequence_parallel,
@@ -103,7 +93,7 @@ def prefill(
         caches = _caches(
             definition,
             zeros,
-            loop=loop,
+            loop=execution.loop,
             rows=tokens.shape[0],
             capacity=capacity,
             shares=layout.ranks,
@@ -121,8 +111,8 @@ def prefill(
     return compiled(
         definition,
         local,
-        in_dims=(weights.dims(definition, loop=loop, quantize=quantize), "BT", "B"),
-        out_dims=("BV", cache_dims(definition, loop=loop)),
+        in_dims=(weights.dims(definition, loop=execution.loop, quantize=quantize), "BT", "B"),
+        out_dims=("BV", cache_dims(definition, loop=execution.loop)),
         traits=definition.traits(execution, phase=Phase.PREFILL),
     )
 
@@ -144,9 +134,7 @@ def extend(
     those after its last token if this chunk holds it, otherwise meaningless. Tokens beyond a row's
     length have no effect. Raises UserError as `prefill`.
     """
-    loop, launch, quantize = _form(loop, launch, quantize)
-    launch = _launch(definition, launch, interleave=interleave)
-    execution = Execution(loop=loop, launch=launch, interleave=interleave)
+    execution = _execution(definition, loop=loop, launch=launch, interleave=interleave)
 
     def local(params, caches, tokens, start, lengths):
         x, caches = nn.hidden(
@@ -160,8 +148,8 @@ def extend(
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
         return _last_logits(definition, params, x, inside), caches
 
-    params_dims = weights.dims(definition, loop=loop, quantize=quantize)
-    dims = cache_dims(definition, loop=loop)
+    params_dims = weights.dims(definition, loop=execution.loop, quantize=quantize)
+    dims = cache_dims(definition, loop=execution.loop)
     return compiled(
         definition,
         local,
@@ -198,7 +186,6 @@ def prefill_chunks(
     activations and attention scores grow with the prompt. Raises UserError where the caches have
     no room for the tokens.
     """
-    loop, launch, quantize = _form(loop, launch, quantize)
     form = dict(loop=loop, launch=launch, quantize=quantize)
     sharding = definition.layout.sharding
     ends = jax.device_put(lengths, sharding("B"))
@@ -306,14 +293,13 @@ def decode_many(
     Raises UserError where `launch` is explicit and is not supported.
     """
     choice = member(Choice, "choice", choice)
-    loop, launch, quantize = _form(loop, launch, quantize)
     axes = definition.layout.tensor
-    execution = Execution(loop=loop, launch=_launch(definition, launch))
+    execution = _execution(definition, loop=loop, launch=launch)
 
     def local(params, caches, seen, tokens, lengths, settings):
         choose = _chooser(definition, choice, settings)
         # before the loop, which would slice the gains again for every token
-        params = weights.by_layer(definition, params, loop=loop)
+        params = weights.by_layer(definition, params, loop=execution.loop)
 
         def turn(carry, _):
             caches, seen, tokens, lengths = carry
@@ -333,8 +319,8 @@ def decode_many(
         return *jax.tree.map(jnp.transpose, new), caches, seen
 
     one = step(definition, execution=execution)
-    params_dims = weights.dims(definition, loop=loop, quantize=quantize)
-    dims = cache_dims(definition, loop=loop)
+    params_dims = weights.dims(definition, loop=execution.loop, quantize=quantize)
+    dims = cache_dims(definition, loop=execution.loop)
     return compiled(
         definition,
         local,
@@ -411,6 +397,7 @@ def _caches(definition, leaf, *, loop, rows, capacity, shares=1):
     """A cache a layer, or one for all, of `leaf`(shape, dtype, dimensions). shares: into how many
     the heads are divided.
     """
+    loop = member(Loop, "loop", loop)
 
     def array(config: ModelConfig, kernel: Kernel, dims: str) -> Any:
         dims = f"L{dims}" if loop is Loop.SCAN else dims
@@ -472,21 +459,19 @@ def _last_logits(definition, params, x_BTD, ends):
     return nn.logits(definition, params, last)[:, 0]
 
 
-def _form(loop, launch, quantize):
-    """As members, of which words are equal to none."""
-    return (
-        member(Loop, "loop", loop),
-        member(Launch, "launch", launch),
-        member(Quantize, "quantize", quantize),
+def _execution(definition, **form):
+    """An Execution whose launch is CHAINED or EXPLICIT: CHAINED, where no all-reduce can be hidden."""
+    execution = Execution(**form)  # of words their members
+    split = execution.sequence_parallel
+    check(
+        not split or execution.launch is not Launch.EXPLICIT,
+        "launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'",
     )
-
-
-def _launch(definition, launch, *, interleave=1):
-    """CHAINED or EXPLICIT; where no all-reduce can be hidden, CHAINED."""
     layout = definition.layout
-    hides = interleave == 2 or definition.topology.overlap is Overlap.HIDES
-    hides = hides and layout.ranks > 1 and not layout.emulated
-    return resolve_launch(launch, mesh=layout.mesh) if hides else Launch.CHAINED
+    hides = execution.interleave == 2 or definition.topology.overlap is Overlap.HIDES
+    hides = hides and not split and layout.ranks > 1 and not layout.emulated
+    launch = resolve_launch(execution.launch, mesh=layout.mesh) if hides else Launch.CHAINED
+    return dataclasses.replace(execution, launch=launch)
 
 
 def compiled(

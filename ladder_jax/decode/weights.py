@@ -21,6 +21,7 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ladder_jax.config import Loop, Quantize
+from ladder_jax.config.fields import member
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, quantized
 from ladder_jax.nn.parameter import is_matrix, is_rounded, stacks
@@ -155,7 +156,8 @@ def shard_bytes(tree: Any) -> int:
 
 def _stored_dims(quantize, dims):
     """The dimensions in which an array of these dimensions is stored."""
-    return Int8.dims(dims) if quantize is Quantize.INT8 and quantized.is_quantized(dims) else dims
+    is_int8 = member(Quantize, "quantize", quantize) is Quantize.INT8
+    return Int8.dims(dims) if is_int8 and quantized.is_quantized(dims) else dims
 
 
 def _stored(quantize, dtype, array, dims):
@@ -189,7 +191,8 @@ class _Parameter(NamedTuple):
 
     def is_stacked(self, loop: Loop) -> bool:
         """Unrolled, a matrix is no slice of a stack: it would be copied before its matmul."""
-        return self.layers > 0 and (loop is Loop.SCAN or not is_matrix(self.dims))
+        scanned = member(Loop, "loop", loop) is Loop.SCAN
+        return self.layers > 0 and (scanned or not is_matrix(self.dims))
 
 
 def _parameters(definition):
@@ -231,7 +234,8 @@ def _stays(layout, quantize, dtype, array, dims):
 def _in_memory(definition, params, *, loop, quantize):
     """A module's arrays at a time; unrolled, a layer's matrices of a stack."""
     form = definition.layout, quantize, definition.dtype
-    unrolled = stacks(definition.config) if loop is Loop.UNROLLED else {}
+    is_unrolled = member(Loop, "loop", loop) is Loop.UNROLLED
+    unrolled = stacks(definition.config) if is_unrolled else {}
     stored = {}
     for name, part in params.items():
         leaves, structure = jax.tree.flatten(part)
