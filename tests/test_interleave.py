@@ -12,6 +12,7 @@ import pytest
 from ladder_jax import config, decode, train
 from ladder_jax.config import Launch, Loop, Remat
 from ladder_jax.data.packing import Batch
+from ladder_jax.nn import transformer
 from ladder_jax.residual.recurrence import barrier_forward
 from ladder_jax.residual.wires import sequence
 from ladder_jax.scopes import ENTER, LAUNCH
@@ -63,6 +64,16 @@ def test_a_split_streams_sums_are_awaited_after_the_first_products(monkeypatch):
     product = (2, 8, 12)
     awaited = (2, 2, 32)
     assert [product, product, awaited] in tied, tied
+
+
+def test_half_of_a_sequence_is_half_of_the_work():
+    """A layer's FLOPs, by hand: four matrices of attention, three of the MLP, and the scores."""
+    definition = cases.define("standard", tensor=4)
+    matrices = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    work = lambda positions: 2 * matrices * positions + 2 * 32 * positions**2
+    for length, unit in (2, 1), (9, 1), (100, 1), (511, 1), (512, 128), (4096, 128):
+        left = {at: abs(2 * work(at) - work(length)) for at in range(unit, length, unit)}
+        assert transformer.half_of_sequence(definition, length) == min(left, key=left.get)
 
 
 @pytest.mark.parametrize("mesh, settings", [

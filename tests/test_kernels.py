@@ -130,3 +130,18 @@ def test_the_paged_kernels_cache_has_whole_pages(capacity, kept):
     cache = steps.abstract_cache(definition, rows=2, capacity=capacity, loop=Loop.SCAN)
     model = definition.config
     assert cache.key.shape == (model.num_layers, 2, model.num_kv_heads, kept, model.head_dim)
+
+
+@pytest.mark.parametrize("kernel", [attention.Kernel.XLA, attention.Kernel.PAGED])
+def test_a_block_is_written_in_the_kernels_order(kernel):
+    """Of rows 1 and 2 of four, at positions 3 to 7."""
+    sizes = dict(B=4, S=9, N=2, H=3)
+    cache = np.zeros([sizes[dim] for dim in kernel.cache_dims], np.float32)
+    block = np.random.default_rng(0).standard_normal((2, 5, 2, 3)).astype(np.float32)
+    of = attention.Cache(cache, cache)
+    written = attention._write(of, block, -block, row=1, start=3, kernel=kernel)
+    places = [kernel.cache_dims.index(dim) for dim in "BSNH"]
+    expected = np.zeros((4, 9, 2, 3))
+    expected[1:3, 3:8] = block
+    np.testing.assert_array_equal(np.transpose(written.key, places), expected)
+    np.testing.assert_array_equal(np.transpose(written.value, places), -expected)

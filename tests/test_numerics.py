@@ -87,8 +87,13 @@ EMULATED = covering.marked(
 )
 
 
+def emulated(name):
+    """Fewer ranks than key/value heads, and as many."""
+    return 2 if name == "desync-3" else 4
+
+
 def make_emulated(name):
-    definition = cases.define(name, tensor=1, ranks=4)
+    definition = cases.define(name, tensor=1, ranks=emulated(name))
     parts = (
         nn.compiled_logits(definition, loop=Loop.UNROLLED),
         train.loss_and_gradients(definition, loop=Loop.SCAN),
@@ -101,14 +106,13 @@ found_emulated = together(make_emulated, EMULATED)
 
 @pytest.mark.parametrize("name", EMULATED)
 def test_one_device_emulates_the_ranks(name):
-    definition, ((logits, gradients), _) = (
-        cases.define(name, tensor=1, ranks=4),
-        found_emulated(name),
-    )
+    ranks = emulated(name)
+    definition = cases.define(name, tensor=1, ranks=ranks)
+    (logits, gradients), _ = found_emulated(name)
     limit = cases.bound(definition.config)
-    assert cases.error(logits, cases.dense_logits(name, 4)) < limit
-    assert cases.error(logits, cases.dense_logits(name, 2)) > 100 * limit
-    cases.assert_close(gradients, cases.dense_gradients(name, 4), definition=definition)
+    assert cases.error(logits, cases.dense_logits(name, ranks)) < limit
+    assert cases.error(logits, cases.dense_logits(name, 6 - ranks)) > 100 * limit
+    cases.assert_close(gradients, cases.dense_gradients(name, ranks), definition=definition)
 
 
 @pytest.mark.parametrize("name", cases.TOPOLOGIES)
