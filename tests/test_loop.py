@@ -103,16 +103,28 @@ def test_profile(finished):
     assert trace.stat().st_size > 1000
 
 
-def test_a_profile_begins_and_ends_with_its_steps(monkeypatch, tmp_path):
+@pytest.mark.parametrize("full", [False, True])
+def test_a_profile_begins_and_ends_with_its_steps(monkeypatch, tmp_path, full):
+    """Also where the disk is full, of which jax makes a lack of memory."""
     traced = []
+
+    def stop():
+        traced.append("stop")
+        if full:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: run/profile;\n no space")
+
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: traced.append("start"))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: traced.append("stop"))
-    profiler = timing.Profiler(range(3, 6), folder=tmp_path)
+    monkeypatch.setattr(jax.profiler, "stop_trace", stop)
+    said = []
+    profiler = timing.Profiler(range(3, 6), folder=tmp_path, say=said.append)
     for step in range(1, 8):
         profiler.before(step, pending=())
         traced.append(step)
-        assert profiler.after(step, pending=()) == (step == 5)
+        assert profiler.after(step, pending=()) == (step == 5 and not full)
+    profiler.close()
     assert traced == [1, 2, "start", 3, 4, 5, "stop", 6, 7]
+    failed = "the profile cannot be written: RESOURCE_EXHAUSTED: run/profile; no space"
+    assert said == [failed] * full
 
 
 def test_tensorboard_holds_what_the_log_holds(finished):

@@ -168,7 +168,7 @@ def run(
             about=about,
             metrics=metrics,
             throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu),
-            profiler=Profiler(profile or range(0), folder=traces),
+            profiler=Profiler(profile or range(0), folder=traces, say=say),
         )
         session.run()
         result = Result(

@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import Json, RunConfig
 from ladder_jax.config.fields import natural
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, error_text
 from ladder_jax.hardware import PEAKS
 from ladder_jax.nn import ModelDef, matrix_elements
+from ladder_jax.terminal import Say
 
 PARTS = {
     "steps": "steps",
@@ -231,10 +232,13 @@ def parse_profile(words: str) -> range:
 class Profiler:
     """Traces `steps`, where this process makes them, into `folder`, for xprof, TensorBoard or
     Perfetto.
+
+    A full disk costs the profile, never the run.
     """
 
     steps: range
     folder: pathlib.Path
+    say: Say = print
     _running: bool = False
 
     def before(self, step: int, *, pending: object) -> None:
@@ -247,14 +251,19 @@ class Profiler:
             self._running = True
 
     def after(self, step: int, *, pending: object) -> bool:
-        """End with this step, if it is the last; returns whether it was."""
+        """End with this step, if it is the last; returns whether the profile was written then."""
         if not self._running or step < self.steps[-1]:
             return False
         jax.block_until_ready(pending)
-        self.close()
-        return True
+        return self.close()
 
-    def close(self) -> None:
-        if self._running:
+    def close(self) -> bool:
+        if not self._running:
+            return False
+        self._running = False
+        try:
             jax.profiler.stop_trace()
-            self._running = False
+        except (RuntimeError, OSError) as error:  # jax's own is a RuntimeError
+            self.say(f"the profile cannot be written: {error_text(error)}")
+            return False
+        return True
