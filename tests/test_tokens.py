@@ -358,6 +358,12 @@ def test_a_damaged_gzip(tmp_path):
         list(sources.read(sources.plan([str(tmp_path / "x.jsonl.gz")])[0], field="text"))
 
 
+def test_a_disk_that_fails_while_a_store_is_verified(book):
+    fails = mock.patch.object(hashlib, "file_digest", side_effect=OSError(5, "Input/output error"))
+    with fails, refused("cannot read the token store's .*00000.tokens': Input/output error"):
+        Store(book[1]).verify()
+
+
 @pytest.fixture
 def copy(book, tmp_path):
     """Of the store."""

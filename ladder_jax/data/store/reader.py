@@ -160,7 +160,7 @@ class Store:
 def _digest(*paths: str) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        with open(path, "rb") as file:
+        with _explained(path), open(path, "rb") as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
