@@ -86,13 +86,15 @@ OPENED = {
 }
 DECODED = {
     **OPENED,
-    "--quantize QUANTIZE": typed(Quantize, "int8: the weights in 8 bits; none (the default)"),
+    "--quantize QUANTIZE": typed(
+        Quantize, "int8: the weights in 8 bits; none (default: the run's, else none)"
+    ),
     "--launch LAUNCH": typed(
-        Launch, "of hidden all-reduces: explicit, chained, or auto (the default)"
+        Launch, "of hidden all-reduces: explicit, chained, or auto (default: the run's, else auto)"
     ),
     "--interleave N": typed(
         Interleave,
-        "1 (the default), 2: read prompts in two halves in turn; auto: where predicted to be faster",
+        "2: read prompts in two halves in turn; auto: where predicted to be faster; 1 (default: the run's, else 1)",
     ),
 }
 MODEL = {
@@ -205,19 +207,21 @@ VERBS = {
             "--out FILE": "for --prompts: a JSON line as each finishes; a second run goes on with it",
             "--chat": "a conversation, or one answer to standard input",
             "--stream": "print one prompt's text as it comes",
-            "--max-new-tokens N": count("how many tokens to add (default 128)"),
-            "--temperature T": real("0 is greedy (the default)"),
-            "--top-k K": number("only the K most probable tokens (default 0: all)"),
+            "--max-new-tokens N": count("how many tokens to add (default: the run's, else 128)"),
+            "--temperature T": real("0 is greedy (default: the run's, else 0)"),
+            "--top-k K": number(
+                "only the K most probable tokens (default: the run's, else 0: all)"
+            ),
             "--top-p P": real(
-                "only the most probable tokens that together reach P (default 1: all)"
+                "only the most probable tokens that together reach P (default: the run's, else 1: all)"
             ),
             "--min-p P": real(
-                "only tokens at least P times as probable as the best (default 0: all)"
+                "only tokens at least P times as probable as the best (default: the run's, else 0: all)"
             ),
             "--repetition-penalty R": real(
-                "above 1, tokens in the prompt or text become less likely (default 1)"
+                "above 1, tokens in the prompt or text become less likely (default: the run's, else 1)"
             ),
-            "--seed S": number("the same seed gives the same text (default 0)"),
+            "--seed S": number("the same seed gives the same text (default: the run's, else 0)"),
             "--slots N": count("prompts that are continued at the same time (default 8)"),
             "--context S": count(
                 "for --chat: tokens of history and answer together (default 2048)"
