@@ -263,7 +263,7 @@ def test_groups_turn_from_the_top(groups, pace, fractions):
 
 
 @pytest.mark.parametrize("given, said", {
-    "lora.targets=quary": "did you mean 'query'",
+    "lora.targets=all,quary": "did you mean 'query'",
     "lora.rank=2": "lora.rank needs train.start",
     "train.freeze=5 train.start=x": "more than model.num_layers=4",
     "distill.alpha=2": "between 0 and 1",

@@ -97,14 +97,17 @@ class LoraConfig(Section):
     NAME = "lora"
 
     def _check(self) -> None:
-        for name in self.names:
-            if name not in TARGETS:
+        for name in self._given:
+            if name not in (*TARGETS, "all"):
                 raise unknown("lora.targets", name, (*TARGETS, "all"))
 
     @property
     def names(self) -> tuple[str, ...]:
-        names = tuple(name.strip() for name in self.targets.split(","))
-        return TARGETS if "all" in names else names
+        return TARGETS if "all" in self._given else self._given
+
+    @property
+    def _given(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.targets.split(","))
 
     @property
     def scale(self) -> float:
