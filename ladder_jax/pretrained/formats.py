@@ -21,8 +21,10 @@ from ladder_jax.config import (
     DecodeConfig,
     ExpertParallelism,
     FolderConfig,
+    MeshConfig,
     ModelConfig,
     RunConfig,
+    TrainConfig,
     parse_residual,
 )
 from ladder_jax.config.fields import check_type
@@ -219,11 +221,27 @@ def open_model(
     model = with_ladder_layers(
         config.model, ladder_layers=ladder_layers, residual=residual, ranks=ranks, name=shown
     )
-    config = dataclasses.replace(config, model=model)
-    opened = OpenedModel(shown, path, config, weights, identifier is not None)
+    opened = OpenedModel(shown, path, _of_inference(config, model), weights, identifier is not None)
     if ladder_layers is not None:
         check_not_refitted(opened.refit, name=shown)
     return opened
+
+
+def _of_inference(config: RunConfig, model: ModelConfig) -> RunConfig:
+    """`config` with `model`, and if that is another one, without what only suits training
+    `config`'s.
+    """
+    if model == config.model:
+        return config
+    tensor = config.mesh.tensor
+    return RunConfig(
+        model=model,
+        mesh=MeshConfig(tensor=tensor if model.ranks in (None, tensor) else 1),
+        train=TrainConfig(start=config.train.start, batch=1, sequence=config.train.sequence),
+        decode=config.decode,
+        data=config.data,
+        run=config.run,
+    )
 
 
 def open_source(name: str | os.PathLike) -> Source:

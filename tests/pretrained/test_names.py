@@ -23,14 +23,14 @@ from flax import nnx
 import ladder_jax as lj
 from ladder_jax import checkpoint, pretrained
 from ladder_jax.bench import request as benches
-from ladder_jax.config import DecodeConfig, Dtype, Loop, Phase, Quantize
+from ladder_jax.config import CollectiveMatmul, DecodeConfig, Dtype, Loop, Phase, Quantize
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import memory
 from ladder_jax.overlap import request as overlaps
 from ladder_jax.plan import request as plans
 from ladder_jax.pretrained import hub as hubs, transformer
 from ladder_jax.retrain import sources
-from tests import hub, refusals
+from tests import cases, hub, refusals, starts
 from tests.covering import full
 from tests.pretrained import conftest, gguf_files, models
 
@@ -96,6 +96,12 @@ def test_ladder_layers_in_memory(files, tmp_path, prints, mistake):
     )
     assert (model.config.residual, model.topology.num_layers) == ("ladder-2", 2)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype("bfloat16")}
+    run = tmp_path / "run"  # how it trained does not count
+    ring = dict(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
+    starts.save(run / "checkpoints", cases.define("standard", tensor=2), train=ring)
+    for residual, ranks, tensor in (("parallel-ladder", None, 2), ("ladder-fresh", 4, 1)):
+        opened = pretrained.open_model(run, ladder_layers="all", residual=residual, ranks=ranks)
+        assert (opened.config.mesh.tensor, opened.config.train.sequence) == (tensor, 64)
 
 
 @pytest.mark.parametrize(
