@@ -1,7 +1,5 @@
 """A checkpoint to start inference from."""
 
-import types
-
 import numpy as np
 
 from ladder_jax import checkpoint
@@ -13,12 +11,15 @@ BFLOAT16 = dict(dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
 WIDE = dict(num_layers=6, d_model=128, d_ff=512, vocab_size=512, **BFLOAT16)
 
 
-def save(folder, definition, *, train=types.MappingProxyType({}), **more):
+def save(folder, definition, *, train=None, **more):
     """A checkpoint of random values; returns these. train, more: of its RunConfig."""
     params = cases.parameters(definition)
     mesh = MeshConfig(tensor=definition.layout.mesh.size)
     written = checkpoint.Store(
-        folder, config=RunConfig(definition.config, mesh, TrainConfig(sequence=64, **train), **more)
+        folder,
+        config=RunConfig(
+            definition.config, mesh, TrainConfig(sequence=64, **(train or {})), **more
+        ),
     )
     written.save(1, params=cases.place(params, definition), optimizer={"count": np.zeros(())})
     written.close()
