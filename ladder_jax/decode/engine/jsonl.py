@@ -248,7 +248,8 @@ def append(out: io.FileIO, line: Mapping[str, Any], *, file: str) -> None:
         while left:  # a nearly full disk takes a part, without an error
             left = left[out.write(left) :]
     except OSError as error:
-        os.truncate(out.fileno(), whole)
+        with contextlib.suppress(OSError):  # the next run removes a part of a line, too
+            os.truncate(out.fileno(), whole)
         raise RunFailed(
             f"{file}: {error.strerror}. What it holds is whole, and the same command goes on from there"
         ) from error
