@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
+import re
 import socket
 from unittest import mock
 
@@ -58,6 +60,16 @@ def test_every_number_is_float32_where_jax_has_64_bits():
     whole = train.loss_and_gradients(definition)
     found = found, jax.eval_shape(whole, stored, experts.tokens())
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
+
+
+def test_no_more_logits_than_a_chunk_s_are_held_of_many_short_rows():
+    definition = cases.define("ladder", vocab_size=384)
+    compute = train.loss_and_gradients(definition, loss_chunk=3)
+    program = str(jax.make_jaxpr(compute)(definition.abstract, cases.tokens((8, 4))))
+    held = {
+        math.prod(map(int, rows.split(","))) for rows in re.findall(r"f32\[([\d,]+),384\]", program)
+    }
+    assert held == {3}
 
 
 MESHES = [(1, 8), (2, 4), (1, 1)]  # data, tensor

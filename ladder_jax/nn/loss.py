@@ -237,8 +237,9 @@ def _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, *,
     targets, weights, ...
     """
     rows, length, _ = x_BTD.shape
-    size = max(1, min(length, size // rows))
-    count = -(-length // size)
+    positions = rows * length
+    size = min(positions, size)
+    count = -(-positions // size)
 
     def of_part(x, others):
         """(the sums, dx in its dtype or None, dtable in float32, rounded at the end, or None)"""
@@ -251,9 +252,10 @@ def _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, *,
         sums, dx, dtable = of_part(x_BTD, of_positions)
         return (sums, dx, dtable.astype(table_VD.dtype)) if gradient else (sums,)
 
-    def chunks(array):  # [B, T, ...] as [chunks, B, size, ...]
-        padded = pad_end(array, axis=1, by=count * size - length)
-        return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
+    def chunks(array):  # [B, T, ...] as [chunks, 1, size, ...]
+        flat = array.reshape(positions, *array.shape[2:])
+        padded = pad_end(flat, axis=0, by=count * size - positions)
+        return padded.reshape(count, 1, size, *array.shape[2:])
 
     def turn(carry, part):
         sums, dx, dtable = of_part(*part)
@@ -265,5 +267,5 @@ def _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, *,
     (sums, dtable), dx = lax.scan(turn, zeros, parts)
     if not gradient:
         return (sums,)
-    dx = dx.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :length]
+    dx = dx.reshape(count * size, -1)[:positions].reshape(x_BTD.shape)
     return sums, dx, dtable.astype(table_VD.dtype)
