@@ -62,7 +62,7 @@ def test_every_number_is_float32_where_jax_has_64_bits():
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
 
 
-def test_no_more_logits_than_a_chunk_s_are_held_of_many_short_rows():
+def test_many_short_rows_hold_the_logits_of_a_chunk_at_most():
     definition = cases.define("ladder", vocab_size=384)
     compute = train.loss_and_gradients(definition, loss_chunk=3)
     program = str(jax.make_jaxpr(compute)(definition.abstract, cases.tokens((8, 4))))
