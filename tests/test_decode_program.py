@@ -44,7 +44,8 @@ def lowered(monkeypatch):
 
 def asked(phase, **settings):
     form = dict(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS)
-    return requests.make(**form, phase=phase, prompt_length=PROMPT, **settings)
+    prompt = {} if phase is Phase.DECODE else dict(prompt_length=PROMPT)
+    return requests.make(**form, phase=phase, **prompt, **settings)
 
 
 def audited(phase, **settings):

@@ -138,10 +138,23 @@ def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
         capacity=exchange_capacity(options.get("capacity"), config=config, experts=experts),
         shape=None if model in PRESETS else config,
     )
+    context = options.get("context", prompt)
     if not decodes:
-        settled["context"] = max(options.get("context", 0), prompt)
+        settled["context"] = max(context, prompt)
     request = Request(target=parsed, model=model, phase=phase, **{**defaults, **options, **settled})
     check_request(request)
+    check(
+        not decodes or "prompt_length" not in options,
+        "--prompt-length is for train and prefill: of decode --context says how full the cache is",
+    )
+    check(
+        phase is not Phase.TRAIN or "context" not in options,
+        "--context is for prefill and decode: training has no cache",
+    )
+    check(
+        decodes or context >= prompt,
+        f"--context {context} has no room for --prompt-length {prompt}",
+    )
     return request
 
 
