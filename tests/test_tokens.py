@@ -161,8 +161,7 @@ def test_another_tokenizer(words, tmp_path):
 
 KILLED = """
 import contextlib, os, pathlib, signal, sys
-from ladder_jax import cli
-from ladder_jax.data import examples, tokenizer
+from ladder_jax.data import tokenizer
 from ladder_jax.data.store import build, sources
 
 @contextlib.contextmanager
@@ -207,7 +206,7 @@ def test_killed_again_and_again(tmp_path):
         while alive(process.pid) and time.time() < limit:
             time.sleep(0.05)
         assert not alive(process.pid)
-    made = make([tmp_path / "book.jsonl"], tmp_path / "whole", most=5000, workers=2)
+    made = make([tmp_path / "book.jsonl"], tmp_path / "whole", most=5000)
     assert len(made.shards) > 16
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -499,10 +498,11 @@ def test_a_corpus_is_not_a_store(tmp_path, name, content, said):
     assert everything(tmp_path) == before
 
 
-def test_the_command(run_cli, tmp_path):
+def test_the_command(prints, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "book.jsonl").write_text(lines(TEXTS))
-    ask = ["tokenize", "book.jsonl", "--out", "out", "--workers", "1", "--shard-tokens", "2000"]
-    run = lambda *more: run_cli(*ask, *more, cwd=tmp_path, check_status=0).stdout
+    ask = "tokenize book.jsonl --out out --workers 1 --shard-tokens 2000".split()
+    run = lambda *more: prints(*ask, *more)
     assert re.fullmatch(
         r"out, part 1/2: [1-9]\d documents, [\d,]+ tokens of bytes\n", run("--part", "1/2")
     )
