@@ -115,8 +115,11 @@ def told(prints, monkeypatch, ceilings):
     return lambda words: prints("bench", *ASKED, *words.split())
 
 
-def test_text(told):
-    words = "--layers 1 --batch 2 --tensor 1 --residual ladder-fresh,parallel-shared-norm"
+def test_text(told, monkeypatch):
+    names = "ladder-fresh", "parallel-shared-norm"
+    made = fabricated(*[(2, (1, 2), (4, 5))] * 2, residuals=names)
+    monkeypatch.setattr(measure, "samples", lambda *_, **__: made.samples)
+    words = f"--layers 1 --batch 2 --tensor 1 --residual {','.join(names)}"
     said = told(words).splitlines()
     assert max(map(len, said)) <= 80
     assert said[0].startswith("parallel-shared-norm decodes ")

@@ -2,6 +2,8 @@
 judged.
 """
 
+import contextlib
+import io
 import json
 import os
 import types
@@ -10,7 +12,7 @@ import jax
 import pytest
 import yaml
 
-from ladder_jax import parallel
+from ladder_jax import cli, parallel
 from ladder_jax.parallel import Overlap
 from ladder_jax.predict import calibrate, machine, measure
 from ladder_jax.predict.machine import Kernel, Link, Ring
@@ -19,13 +21,16 @@ from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
-def written(run_cli, tmp_path_factory):
+def written(tmp_path_factory):
     """The JSON of one run on four simulated devices, and the folder that it wrote to."""
     folder = tmp_path_factory.mktemp("calibrate")
-    words = ("--cpu-devices", 4, "--out", "mine.yaml", "--json")
-    done = run_cli("calibrate", *words, cwd=folder, check_status=0)
-    assert len(done.stdout.splitlines()) == 1
-    return json.loads(done.stdout), folder
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.chdir(folder)
+        patch.setattr(measure, "REPEATS", 3)
+        assert cli.main("calibrate --tensor 4 --out mine.yaml --json".split()) == 0
+    assert len(out.getvalue().splitlines()) == 1
+    return json.loads(out.getvalue()), folder
 
 
 def test_predict_reads_what_was_written(written, prints):
@@ -52,7 +57,7 @@ def test_what_it_says_of_itself(written):
     assert f"with jax {jax.__version__}" in first
     assert "Simulated devices" in second
     tree = yaml.safe_load(text)
-    assert "best of 10 runs" in tree["bandwidth"]["source"]
+    assert "best of 3 runs" in tree["bandwidth"]["source"]
     assert tree["contention"]["source"] == "assumed as on h100-nvlink"
     assert "6 all-reduces over up to 4 devices" in tree["link"]["step"]["source"]
 
