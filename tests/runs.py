@@ -4,7 +4,7 @@ from ladder_jax import config, train
 from ladder_jax.train import metrics
 
 TINY = """
-    model.num_layers=2 model.d_model=32 model.d_ff=32 model.dtype=float32 model.residual_dtype=float32
+    model.num_layers=1 model.d_model=32 model.d_ff=32 model.dtype=float32 model.residual_dtype=float32
     train.batch=4 train.sequence=32 train.warmup_steps=5 train.log_every=1
 """.split()
 

@@ -165,7 +165,7 @@ def test_two_are_killed_and_resumed(start, alone, tmp_path, cluster):
     said = ended(resumed)
     assert [process.returncode for process in resumed] == [0, 0], said
     assert f"resuming {run} from step {saved}" in said[0][1]
-    assert f"trained a model of 28,832 parameters for {STEPS} steps" in said[0][0]
+    assert f"trained a model of 22,624 parameters for {STEPS} steps" in said[0][0]
     ours = [line for out in said[1] for line in out.splitlines() if not line.startswith("[Gloo]")]
     assert ours == []  # the first alone speaks
     traces = (run / "profile").glob("process_*/plugins/profile/*/*.xplane.pb")
