@@ -103,7 +103,7 @@ def test_a_second_signal_ends_it_at_once(start):
 
 def test_an_error_in_the_engine_ends_the_process(start, openai):
     """Those who wait are told, and the status is not 0."""
-    process = start(python=FAILING)
+    process = start("--chunk", "1", python=FAILING)  # as above: one program
     with streamed(process.url, max_tokens=120) as stream:
         said = 500, "the engine has failed, and the server ends"
         assert refusal(process.url, body=LONG) == said
