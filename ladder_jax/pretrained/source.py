@@ -168,14 +168,28 @@ def from_file(
     """Values at `offset` bytes. Raises UserError if the file cannot be read, or is shorter than
     when it was opened.
     """
-    count = math.prod(shape)
+    values = np.empty(shape, dtype)
     try:
-        content = np.fromfile(path, dtype, count, offset=offset)
+        with open(path, "rb") as file:  # np.fromfile takes a disk's error for the end of the file
+            file.seek(offset)
+            done = file.readinto(values.reshape(-1).view(np.uint8))
     except OSError as error:
-        raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-    if len(content) != count:
+        raise unreadable(path, error) from None
+    if done != values.nbytes:
         raise UserError(f"{str(path)!r} was cut short: it was complete when it was opened")
-    return content.reshape(shape)
+    return values
+
+
+def content(file: AnyPath) -> bytes:
+    """Raises UserError if the file cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise unreadable(file, error) from None
+
+
+def unreadable(file: str | AnyPath, error: OSError) -> UserError:
+    return UserError(f"cannot read {str(file)!r}: {error.strerror or error}")
 
 
 def dims(model: ModelConfig) -> dict[str, str]:
@@ -237,7 +251,7 @@ def refit_in(folder: AnyPath) -> bytes | None:
     """The content of REFIT in a model's folder, if there is one."""
     file = folder / REFIT
     if file.is_file():
-        return file.read_bytes()
+        return content(file)
     return None
 
 

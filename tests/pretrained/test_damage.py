@@ -4,6 +4,8 @@ wrong.
 
 import json
 import os
+import pathlib
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from ladder_jax import pretrained
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.huggingface import weights
+from ladder_jax.pretrained.huggingface.folder import tokenizer_files
 from tests.pretrained import models
 from tests.pretrained.conftest import refused
 
@@ -140,3 +143,23 @@ def test_a_file_that_is_cut_short_or_removed_while_it_is_read(tmp_path):
     os.remove(file)
     with pytest.raises(UserError, match=f"cannot read .*{file.name}': No such file"):
         stored.read()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="of Linux")
+def test_a_disk_that_fails(tmp_path):
+    """The file and the reason; neither "there is no file" nor "cut short"."""
+    folder = models.write(tmp_path / "model", "llama-2")
+    source = pretrained.open(folder)
+    file = folder / "model.safetensors"
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # whose first bytes give EIO
+    said = f"cannot read '{file}': Input/output error"
+    assert (
+        refused(folder)
+        == refused(folder, by=lambda _: next(iter(source.arrays.values())).read())
+        == said
+    )
+    (folder / "tokenizer.json").touch()
+    fails = mock.patch.object(pathlib.Path, "read_bytes", side_effect=OSError(116, "Stale"))
+    with fails, pytest.raises(UserError, match="cannot read '.*tokenizer.json': Stale"):
+        tokenizer_files(folder)

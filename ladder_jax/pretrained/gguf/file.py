@@ -21,7 +21,7 @@ import numpy as np
 
 from ladder_jax.errors import UserError, needed
 from ladder_jax.pretrained.fields import Fields
-from ladder_jax.pretrained.source import Shape, Stored, from_file
+from ladder_jax.pretrained.source import Shape, Stored, from_file, unreadable
 
 PLAIN = {
     "F32": np.dtype("float32"),
@@ -82,7 +82,7 @@ def open_file(path: pathlib.Path) -> File:
                 )
             return _read(_Header(file, size=path.stat().st_size), where)
     except OSError as error:
-        raise UserError(f"cannot read {where!r}: {error.strerror or error}") from None
+        raise unreadable(where, error) from None
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise UserError(f"{where!r} is damaged or incomplete: {error}"[:300]) from None
 

@@ -97,7 +97,7 @@ def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes]:
     links that lead out of it.
     """
     found = filter(functools.partial(_has_file, folder), TOKENIZER_FILES)
-    files = {name: (folder / name).read_bytes() for name in found}
+    files = {name: source.content(folder / name) for name in found}
     return without_program(files, where=str(folder))
 
 
@@ -135,11 +135,7 @@ def foreign(file: str) -> UserError:
 
 def read_object(file: pathlib.Path) -> Json:
     """The JSON object in `file`. Raises UserError if it is missing or holds something else."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {str(file)!r}: {error.strerror or error}") from None
-    return json_object(content, where=file)
+    return json_object(source.content(file), where=file)
 
 
 def stored(folder: pathlib.Path) -> dict[str, Stored]:
