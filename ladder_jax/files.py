@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ladder_jax import remote
-from ladder_jax.errors import RunFailed, UserError, error_text, needed
+from ladder_jax.errors import RunFailed, UserError, error_text, needed, refused
 
 if TYPE_CHECKING:
     from etils import epath
@@ -270,7 +270,18 @@ def cache(name: str) -> Iterator[pathlib.Path]:
     if (folder := cache_folder(name)) is not None:
         yield folder
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary() as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[pathlib.Path]:
+    """A temporary folder, removed when the block ends. Raises RunFailed where none can be made."""
+    try:
+        made = tempfile.TemporaryDirectory()
+    except OSError as error:  # its text lists the folders that were tried
+        raise RunFailed(f"{error.strerror}: set TMPDIR to a folder that can be written") from None
+    with made as folder:
         yield pathlib.Path(folder)
 
 
@@ -357,10 +368,12 @@ def pyplot(what: str = "matplotlib.pyplot") -> ModuleType:
     """`matplotlib.pyplot`, set up to write files (no display). Raises UserError if it is not
     installed, an optional package, as only pictures need it. what: needs it, such as `--plot FILE`.
     """
-    with needed(f"{what}: a picture needs matplotlib", extra="plot"):
+    needs = f"{what}: a picture needs matplotlib"
+    # where neither its own folder nor a temporary one can be written it says what to set
+    with refused(needs), needed(needs, extra="plot"):
         import matplotlib
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+        matplotlib.use("agg")
+        from matplotlib import pyplot
 
-    return pyplot
+        return pyplot

@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import tempfile
+from unittest import mock
 
 import jax
 import pytest
@@ -144,6 +146,12 @@ def test_no_cache(why, tmp_path, monkeypatch):
     with files.cache("x") as folder:
         (folder / "kept").touch()
     assert not folder.exists()
+    monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=OSError(2, "No usable folder")))
+    with pytest.raises(RunFailed, match="^No usable folder: set TMPDIR"), files.cache("x"):
+        pass
+    monkeypatch.setattr("matplotlib.use", mock.Mock(side_effect=OSError("set MPLCONFIGDIR")))
+    with refused("--plot a.png: a picture needs matplotlib: set MPLCONFIGDIR"):
+        files.pyplot("--plot a.png")
 
 
 def test_the_cache_of_a_users_home(tmp_path, monkeypatch):

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from unittest import mock
 
 import pytest
 
@@ -238,6 +240,7 @@ def test_a_program_is_compiled_once(monkeypatch, tmp_path, capsys):
     assert len(ran) == 6
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(files, "write_atomically", full)
+    monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=OSError(2, "No usable folder")))
     assert compiling.compiled(ask(batch=8)) == RECORD
     assert capsys.readouterr().err.endswith("was not written: No space left on device\n")
 

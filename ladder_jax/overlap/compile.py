@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import pathlib
 import pkgutil
-import tempfile
 import traceback
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
@@ -120,12 +119,15 @@ def recorded[R](
         for path in (root / part, *sorted((root / part).rglob("*.py"))):
             if path.is_file():
                 digest.update(path.read_bytes())
-    with files.cache("schedules") as folder, tempfile.TemporaryDirectory() as dump:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(files.cache("schedules"))
         path = folder / f"{digest.hexdigest()[:32]}.json.gz"
         if (kept := read(path, kind)) is not None:
             return kept
-        arguments = (request, dump) if early else (request,)
-        flags = f"--xla_dump_to={dump} {DUMPED}" if early else ""
+        arguments, flags = (request,), ""
+        if early:
+            dump = stack.enter_context(files.temporary())
+            arguments, flags = (request, str(dump)), f"--xla_dump_to={dump} {DUMPED}"
         terminal.say(f"compiling {label} (a minute or more)")
         record = apart(function, *arguments, target=target, flags=flags)
         try:
