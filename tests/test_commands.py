@@ -40,12 +40,12 @@ FULL = {
 }
 """Marked so, with what covers the like in `make test`."""
 SMALL = (
-    "model.num_layers=2 model.d_model=32 model.d_ff=32 "
+    "model.num_layers=1 model.d_model=32 model.d_ff=32 "
     "train.steps=2 train.batch=4 train.sequence=32 data.path=book.txt"
 )
 # Of as many rows as the guide trains.
 FEW = (
-    "model.num_layers=2 model.d_model=32 "
+    "model.num_layers=1 model.d_model=32 "
     "train.steps=2 train.sequence=32 train.evaluation_batches=1 data.path=book.txt"
 )
 ADDED = {

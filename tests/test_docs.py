@@ -131,8 +131,8 @@ def test_your_own_model_as_a_standard_is_the_plain_one():
 
 
 def shallow(code):
-    """With two layers of our model: half as much to compile."""
-    return code.replace('preset("tiny", ', 'preset("tiny", num_layers=2, ')
+    """With one layer of our model: a quarter to compile."""
+    return code.replace('preset("tiny", ', 'preset("tiny", num_layers=1, ')
 
 
 EXPLICIT = blocks(DOCS / "guides/explicit.md", "python")

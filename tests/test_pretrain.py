@@ -117,7 +117,7 @@ def test_rows_are_kept_one_by_one(tmp_path):
 
 
 SMALL = (
-    "model.num_layers=2 model.d_model=16 model.d_ff=16 train.steps=8 train.batch=4 train.sequence=16"
+    "model.num_layers=1 model.d_model=16 model.d_ff=16 train.steps=8 train.batch=4 train.sequence=16"
     " train.warmup_steps=2 train.evaluate_every=4 train.evaluation_batches=1 train.checkpoint_every=4"
     " train.log_every=4 train.loop=scan"
 ).split()

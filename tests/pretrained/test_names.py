@@ -324,7 +324,7 @@ def test_push_to_the_hub(files, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def model():
     return lj.Transformer(
-        lj.preset("tiny", num_layers=2, d_model=32, d_ff=48, vocab_size=257),  # bytes, and one more
+        lj.preset("tiny", num_layers=1, d_model=32, d_ff=48, vocab_size=257),  # bytes, and one more
         rngs=nnx.Rngs(3),
         mesh=lj.make_mesh(tensor=2),
         tokenizer=Bytes(),
@@ -353,7 +353,7 @@ def test_saved_and_loaded(model, tmp_path, prints):
     with refusals.refused("is there already"):
         model.save(saved)
     model.save(tmp_path / "export", format="huggingface")
-    assert pretrained.open(tmp_path / "export").model.num_layers == 2
+    assert pretrained.open(tmp_path / "export").model.num_layers == 1
     with refusals.refused("unknown format 'hugging'; did you mean 'huggingface'"):
         model.save(tmp_path / "other", format="hugging")
 
