@@ -346,7 +346,6 @@ def test_sizes_by_our_names():
         jax.make_mesh((4, 2, 1), ("tp", "dp", "stage")), axes={"tensor": "tp", "data": "dp"}
     )
     assert mesh.shape == dict(data=2, fsdp=1, tensor=4)
-    assert mesh.size == 8
     assert lj.mesh_of(mesh) is mesh
     assert mesh.own.axis_names == ("tensor", "data", "fsdp")
     assert list(mesh.devices.flat) == list(mesh.mesh.devices.flat)

@@ -49,10 +49,6 @@ def opened(tmp_path):
     )
 
 
-def text_model(tmp_path):
-    return pretrained.Transformer(BIG, params=nn.define(BIG, mesh=parallel.make_mesh()).abstract)
-
-
 def generator(tmp_path):
     definition = nn.define(cases.model("ladder", num_layers=2), mesh=parallel.make_mesh(tensor=2))
     return decode.Generator(definition, cases.parameters(definition))
@@ -118,7 +114,10 @@ OBJECTS = {
     "stack": (stack, "Stack of Block, 5,760 parameters\nTopology of 40 layers"),
     "source": (source, "Source(path='a/model.gguf', model=ModelConfig("),
     "opened": (opened, "OpenedModel('a/model.gguf', a Source)"),
-    "model with text": (text_model, "\n  tokenizer: Bytes("),
+    "model with text": (
+        lambda _: pretrained.Transformer(BIG, params=model().definition.abstract),
+        "\n  tokenizer: Bytes(",
+    ),
     "generator": (generator, "Generator(loop='unrolled', quantize='none', of ModelDef("),
     "request": (
         lambda _: decode.Request(range(10_000), **LONG),
