@@ -186,7 +186,6 @@ def uninterrupted(book, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole") / "run"
     result = run(book[0], directory)
     assert result.bigram_entropy is None
-    assert losses(directory)[-1][1] < losses(directory)[0][1]
     return directory, result
 
 

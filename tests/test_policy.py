@@ -144,7 +144,6 @@ def stopped(book, tmp_path_factory):
         match="step 20: the loss jumped to .*: stopped; with train.on_bad_step=skip",
     ):
         run(book, directory)
-    assert [step for step, *_ in losses(directory)] == list(range(1, SPIKE))
     return directory
 
 
