@@ -40,10 +40,6 @@ def test_predict_reads_what_was_written(written, prints):
     assert (mine.name, mine.devices) == ("mine", 4)
     constants = {name: one["value"] for name, one in mine.constants().items()}
     assert found["constants"] == {name: constants[name] for name in mine.sources}
-    assert mine.flops > 1e9
-    assert mine.bandwidth > 1e8
-    assert 0 < mine.launch < 1e-2
-    assert mine.link.bandwidth > 1e6
     words = f"predict --model tiny --hardware {folder / 'mine.yaml'} --tensor 2"
     rows = json.loads(prints(*words.split(), "--json"))["rows"]
     assert all(row["tokens_per_second"] > 0 for row in rows)
