@@ -175,20 +175,6 @@ def test_sections_in_python():
     assert dataclasses.replace(config.TrainConfig(), loop="unrolled").loop is config.Loop.UNROLLED
 
 
-def test_settings_without_effect():
-    idle = dict(router_bias_rate=0.1, load_balance=0, spike_window=9, rollback_batches=5)
-    found = config.RunConfig(train=idle, distill=dict(teacher="x", hidden_every=2)).without_effect
-    assert [line.split(" has no effect without ") for line in found] == [
-        ["train.load_balance=0.0", "model.moe"],
-        ["train.router_bias_rate=0.1", "model.moe.router_bias"],
-        ["train.spike_window=9", "train.spike_factor"],
-        ["train.rollback_batches=5", "train.on_bad_step=rollback"],
-        ["distill.hidden_every=2", "distill.hidden_weight"],
-    ]
-    used = config.TrainConfig(**idle, spike_factor=2, on_bad_step="rollback")
-    assert config.RunConfig(config.preset("tiny-moe"), train=used).without_effect == [found[1]]
-
-
 IN_PYTHON = {
     "unknown value for model.biases: 'nope'; did you mean 'none'?": lambda: config.preset(
         "tiny", biases="nope"

@@ -384,35 +384,11 @@ class RunConfig(Section):
 
     @property
     def without_effect(self) -> list[str]:
-        """A line for each section of retraining, and for each setting, that is set, but not switched
-        on.
-        """
+        """A line for each section of retraining that is set, but not switched on."""
         switches = {"lora": "rank", "distill": "teacher", "conversion": "steps"}
         lines = []
         for name, switch in switches.items():
             section = getattr(self, name)
             if section != getattr(RunConfig, name) and not getattr(section, switch):
                 lines.append(f"{section} has no effect without {name}.{switch}")
-        train = self.train
-        moe = self.model.moe
-        needs = {
-            "train.load_balance": ("model.moe", moe),
-            "train.router_z_loss": ("model.moe", moe),
-            "train.router_bias_rate": ("model.moe.router_bias", moe and moe.router_bias),
-            "train.spike_window": ("train.spike_factor", train.spike_factor),
-            "train.max_bad_steps": (
-                "train.on_bad_step=skip or rollback",
-                train.on_bad_step is not OnBadStep.STOP,
-            ),
-            "train.rollback_batches": (
-                "train.on_bad_step=rollback",
-                train.on_bad_step is OnBadStep.ROLLBACK,
-            ),
-            "distill.hidden_every": ("distill.hidden_weight", self.distill.hidden_weight),
-        }
-        for path, (needed, has) in needs.items():
-            name, field = path.split(".")
-            value = getattr(getattr(self, name), field)
-            if value != getattr(getattr(RunConfig, name), field) and not has:
-                lines.append(f"{path}={value} has no effect without {needed}")
         return lines
