@@ -397,7 +397,7 @@ WRONG = {
     ),
     "Transformer(tokenizer=)": (
         lambda: lj.Transformer(CONFIG, params=params_of(), tokenizer="bytes"),
-        "tokenizer must be of type Tokenizer or NoneType, not 'bytes'",
+        "tokenizer must be a Tokenizer, not 'bytes'",
     ),
     "Transformer(decode=)": (
         lambda: lj.Transformer(CONFIG, params=params_of(), decode={"top_k": 3}),

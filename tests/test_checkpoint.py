@@ -504,8 +504,10 @@ def test_the_verb(three, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("where, call", [(pathlib.Path, "unlink"), (os, "rmdir")])
-def test_a_folder_that_refuses_to_be_pruned(copy, monkeypatch, capsys, where, call):
+@pytest.mark.parametrize(
+    "where, call, left", [(pathlib.Path, "unlink", [10, 20, 30]), (os, "rmdir", [30])]
+)
+def test_folders_that_refuse_to_be_pruned(copy, monkeypatch, capsys, where, call, left):
     """Its manifest, or what is below it."""
 
     def refuse(*_, **__):
@@ -513,8 +515,9 @@ def test_a_folder_that_refuses_to_be_pruned(copy, monkeypatch, capsys, where, ca
 
     monkeypatch.setattr(where, call, refuse)
     assert cli.main(["checkpoints", str(copy), "--prune", "last=1"]) == 1
-    assert f"cannot remove '{copy}/10': Permission denied\n" in capsys.readouterr().err
-    assert {20, 30} <= set(steps(copy))
+    each = (f"cannot remove '{copy}/{step}': Permission denied" for step in (10, 20))
+    assert f"{'; '.join(each)}\n" in capsys.readouterr().err
+    assert steps(copy) == left
 
 
 @pytest.mark.parametrize("by", ["the verb", "a run"])

@@ -39,14 +39,19 @@ def run(args: dict) -> None:
         rows = [_row(folder / str(step), thorough=thorough) for step in saved.steps(folder)]
         if not rows:
             raise UserError(f"there is no checkpoint below {str(path)!r}")
-    removed = []
+    chosen = []
     # Damaged ones are neither counted nor removed: the user decides.
     losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
     if keep and losses:
-        removed = store.steps_to_remove(losses, keep=keep)
-    for step in removed:
-        with explained(folder / str(step), "remove"):
-            store.remove(folder / str(step), whole=True)
+        chosen = store.steps_to_remove(losses, keep=keep)
+    failed = {}
+    for step in chosen:
+        try:
+            with explained(folder / str(step), "remove"):
+                store.remove(folder / str(step), whole=True)
+        except RunFailed as error:
+            failed[step] = str(error)
+    removed = [step for step in chosen if step not in failed]
     rows = [row for row in rows if row.step not in removed]
     damaged = [row for row in rows if row.state == "damaged"]
     if args["json"]:
@@ -54,6 +59,8 @@ def run(args: dict) -> None:
         print(json.dumps({"run": str(path), "checkpoints": listed, "removed": removed}))
     else:
         _show(rows, removed)
+    if failed:
+        raise RunFailed("; ".join(failed.values()))
     if damaged:
         steps = ", ".join(str(row.step) for row in damaged)
         raise RunFailed(

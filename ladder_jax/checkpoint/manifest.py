@@ -69,7 +69,7 @@ def problems(folder: AnyPath, *, contents: tuple[str, ...] = ("",)) -> list[str]
     except FileNotFoundError:
         return [f"{NAME} is missing"]
     except OSError as error:
-        return [f"{NAME} cannot be read: {error.strerror or error}"]
+        return [f"{NAME} cannot be read: {files.reason(error)}"]
     except _DAMAGED:
         return [f"{NAME} is damaged"]
     there = found(folder)
@@ -93,7 +93,7 @@ def problems(folder: AnyPath, *, contents: tuple[str, ...] = ("",)) -> list[str]
             except OSError as error:
                 if is_remote(folder):
                     raise
-                return f"cannot be read: {error.strerror or error}"
+                return f"cannot be read: {files.reason(error)}"
         return None if now == digest else "has other contents than were written"
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:

@@ -195,12 +195,17 @@ class Store:
 def remove(folder: AnyPath, *, whole: bool = False) -> None:
     """Remove one step's folder. The manifest goes first, without which it does not count.
 
-    whole: raises OSError where a part stays; else the next save tries again.
+    whole: on a disk, raises OSError where a part stays; else the next save tries again.
     """
+
+    def stays(function, path, error):
+        if whole and not isinstance(error, FileNotFoundError):  # as a run prunes, too
+            raise error
+
     if is_remote(folder):
         return remote.remove(folder, first=manifest.NAME)
     (folder / manifest.NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=not whole)
+    shutil.rmtree(folder, onexc=stays)
 
 
 def parse_keep(words: str) -> Keep:

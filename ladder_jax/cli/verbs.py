@@ -326,7 +326,7 @@ VERBS = {
             ),
             "--prompt-length P": count("tokens a row in prefill and train (default 1024)"),
             "--context S": count(
-                "cache positions a row (default: 2048 in decode, the prompt's in prefill)"
+                "for decode and prefill: cache positions a row (default: 2048, or the prompt's)"
             ),
             "--sequence-parallel": "for train and prefill: split the stream along the sequence",
             "--collective-matmul FORM": typed(

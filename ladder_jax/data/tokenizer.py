@@ -16,7 +16,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from ladder_jax import files
 from ladder_jax.data.chat_template import ChatTemplate
@@ -50,7 +50,6 @@ Offsets = tuple[list[int], list[tuple[int, int]]]
 Step = Callable[[str], str | bytes]
 
 
-@runtime_checkable
 class Tokenizer(Protocol):
     """Text to tokens and back.
 

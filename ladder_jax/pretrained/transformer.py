@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import DecodeConfig, Dtype, Loop, ModelConfig, Quantize, to_dict
-from ladder_jax.config.fields import build, check_type, member
+from ladder_jax.config.fields import build, check, check_type, member
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Generator, Request, default_tensor, memory
@@ -66,7 +66,9 @@ class Transformer(nn.Transformer):
         """
         super().__init__(config, rngs=rngs, mesh=mesh, params=params)
         check_type("decode", decode, DecodeConfig, type(None))
-        check_type("tokenizer", tokenizer, Tokenizer, type(None))
+        check(
+            not isinstance(tokenizer, str), f"tokenizer must be a Tokenizer, not {tokenizer!r:.80}"
+        )
         if tokenizer is None and config.vocab_size == tokenizers.Bytes().vocab_size:
             tokenizer = tokenizers.Bytes()
         if tokenizer is not None:

@@ -265,5 +265,6 @@ class Profiler:
             jax.profiler.stop_trace()
         except (RuntimeError, OSError) as error:  # jax's own is a RuntimeError
             self.say(f"the profile cannot be written: {error_text(error)}")
+            self.steps = range(0)  # jax 0.11 could begin none again
             return False
         return True

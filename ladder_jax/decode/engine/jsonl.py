@@ -248,8 +248,11 @@ def append(out: io.FileIO, line: Mapping[str, Any], *, file: str) -> None:
         while left:  # a nearly full disk takes a part, without an error
             left = left[out.write(left) :]
     except OSError as error:
-        with contextlib.suppress(OSError):  # the next run removes a part of a line, too
+        holds = "What it holds is whole"
+        try:
             os.truncate(out.fileno(), whole)
+        except OSError:  # the next run cuts it
+            holds = "Its last line may be a part"
         raise RunFailed(
-            f"{file}: {error.strerror}. What it holds is whole, and the same command goes on from there"
+            f"{file}: {error.strerror}. {holds}, and the same command goes on from there"
         ) from error
