@@ -77,7 +77,8 @@ def load(file: pathlib.Path) -> dict:
     if not file.is_file():
         raise UserError(f"there is no {str(file)!r}: run the study first, without --tables")
     try:
-        results = json.loads(file.read_text(encoding="utf-8"))
+        with files.explained(file, "read"):
+            results = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{str(file)!r} is not JSON: {error}") from None
     if not isinstance(results, dict):
@@ -90,7 +91,8 @@ def keep(results: dict, *, file: pathlib.Path) -> None:
 
 
 def write(text: str, *, file: pathlib.Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
+    with files.explained(file.parent, "write into"):
+        file.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(
         str(file), lambda path: pathlib.Path(path).write_text(text, encoding="utf-8")
     )

@@ -4,6 +4,7 @@ measured.
 
 import dataclasses
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -110,3 +111,14 @@ def test_tables(tmp_path, capsys):
     assert command.main(["--out", str(tmp_path), "--wikitext", "x"]) == 2
     assert "refit: name the texts: --gsm8k FILE is missing" in capsys.readouterr().err
     assert command.main(["--tables", "--out", str(tmp_path / "none")]) == 2
+
+
+def test_a_disk_that_fails_is_one_line(capsys):
+    for file, said in (
+        ("self/mem", "cannot read '/proc/self/mem'"),
+        ("a/b", "write into '/proc/a'"),
+    ):
+        place = pathlib.Path("/proc", file)
+        work = lambda place=place: study.resumed([{"a": 1}], dict, file=place, about={})
+        assert study.ended(work, name="refit") == 1
+        assert said in capsys.readouterr().err
