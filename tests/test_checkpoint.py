@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import traverse_util
+from numpy.testing import assert_array_equal
 
 from ladder_jax import cli, nn, pretrained, train
 from ladder_jax.checkpoint import (
@@ -104,7 +105,7 @@ def test_restored_on_another_mesh(saved):
     for name, value in named(params).items():
         rows = 251 if name.endswith("table") else len(value)
         found = np.asarray(restored[name])
-        np.testing.assert_array_equal(found[:rows], value[:rows])
+        assert_array_equal(found[:rows], value[:rows])
         assert not found[rows:].any()
 
 
@@ -129,7 +130,7 @@ def test_orbax_reads_it(saved):
     as_numpy = lambda _: ocp.RestoreArgs(restore_type=np.ndarray)
     kinds = jax.tree.map(as_numpy, handler.metadata(item).tree)
     found = handler.restore(item, args=ocp.args.PyTreeRestore(restore_args=kinds))
-    jax.tree.map(np.testing.assert_array_equal, found, params)
+    jax.tree.map(assert_array_equal, found, params)
     assert found["layers"]["attention"]["query"].dtype == np.float32
 
 
@@ -154,7 +155,7 @@ def test_replicas_share_the_writing_of_large_arrays_alone(tmp_path):
         arrays.finish(tmp_path / name, {"a": array.shape})
         like = {"a": jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=everywhere)}
         (found,) = arrays.read(tmp_path / name, like)
-        np.testing.assert_array_equal(found, values)
+        assert_array_equal(found, values)
         cut[name] = bool(compiled)
     assert cut == dict(large=True, small=False)
 
@@ -220,11 +221,11 @@ def test_a_folder_by_way_of_its_parent(tmp_path, monkeypatch, prints):
     definition, params = save("../run")
     assert steps(tmp_path / "elsewhere/run") == [1]
     opened = open_checkpoint("../run")
-    jax.tree.map(np.testing.assert_array_equal, opened.params(definition), params)
+    jax.tree.map(assert_array_equal, opened.params(definition), params)
     assert pretrained.open("../run").model == definition.config
     prints("convert", "../run", tmp_path / "link/../copy")
     copied = open_checkpoint(tmp_path / "elsewhere/copy").params(definition)
-    jax.tree.map(np.testing.assert_array_equal, copied, params)
+    jax.tree.map(assert_array_equal, copied, params)
 
 
 def test_paths_that_lead_nowhere(tmp_path):
@@ -267,7 +268,7 @@ def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
     assert moments["count"] == 7
     names = named(definition.abstract)
     layer = next(Pieces(trained, definition)([("layers/mlp/up", 1)]))
-    np.testing.assert_array_equal(layer, numbered(names["layers/mlp/up"], 1)[1])
+    assert_array_equal(layer, numbered(names["layers/mlp/up"], 1)[1])
     for name, leaf in named(wrote).items():
         rows = 200 if name.endswith("table") else len(numbered(leaf, 1))
         for tree, times in (
@@ -277,9 +278,7 @@ def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
         ):
             found = named(tree)[name]
             assert found.sharding == names[name].sharding
-            np.testing.assert_array_equal(
-                np.asarray(found)[:rows], numbered(leaf, times)[:rows], err_msg=name
-            )
+            assert_array_equal(np.asarray(found)[:rows], numbered(leaf, times)[:rows], err_msg=name)
 
 
 @pytest.fixture(scope="module")

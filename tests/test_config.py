@@ -1,9 +1,9 @@
 """Presets, files, overrides, and one line for every mistake."""
 
-import dataclasses
 import json
 import pathlib
 import re
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +51,7 @@ def test_overrides_and_files(tmp_path):
     assert loaded.run.name == "x"
     as_json = tmp_path / "mine.json"
     for name, indent in (("x", None), ("x", 2), ("\N{ROCKET}", "\t")):
-        named = dataclasses.replace(loaded, run=config.FolderConfig(name=name))
+        named = replace(loaded, run=config.FolderConfig(name=name))
         as_json.write_text(json.dumps(config.to_dict(named), indent=indent))
         assert config.load(as_json) == named
 
@@ -158,7 +158,7 @@ def test_fields_have_their_types_however_they_are_made(given, meant):
     compared.
     """
     wanted = config.ModelConfig(**meant)
-    replaced = dataclasses.replace(config.ModelConfig(), **given)
+    replaced = replace(config.ModelConfig(), **given)
     for made in (config.preset("tiny", **given), config.ModelConfig(**given), replaced):
         assert made == wanted
         assert config.model_from_dict(json.loads(json.dumps(config.to_dict(made)))) == made
@@ -172,7 +172,7 @@ def test_sections_in_python():
     assert config.DataConfig(path=pathlib.Path("text")).path == "text"
     assert config.TrainConfig(remat="full").remat is config.Remat.FULL
     assert config.LoraConfig(targets="query, all").names == config.LoraConfig().names
-    assert dataclasses.replace(config.TrainConfig(), loop="unrolled").loop is config.Loop.UNROLLED
+    assert replace(config.TrainConfig(), loop="unrolled").loop is config.Loop.UNROLLED
 
 
 IN_PYTHON = {

@@ -9,6 +9,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Launch, Loop
@@ -65,9 +66,7 @@ def test_the_same_seed_gives_the_same_tokens_on_every_mesh(data, temperature):
     expected = generator().tokens(PROMPTS, config=config)
     assert expected.shape == (3, 20)
     assert expected.max() < 251
-    np.testing.assert_array_equal(
-        generator(data=data, tensor=4).tokens(PROMPTS, config=config), expected
-    )
+    assert_array_equal(generator(data=data, tensor=4).tokens(PROMPTS, config=config), expected)
     if temperature:
         other = dataclasses.replace(config, seed=6)
         assert not np.array_equal(generator().tokens(PROMPTS, config=other), expected)
@@ -83,7 +82,7 @@ def test_greedy_generation_is_the_argmax_of_the_full_pass():
         row[: len(prompt) + 18] = *prompt, *tokens
     best = nn.compiled_logits(definition)(params, whole).argmax(-1)
     for prompt, tokens, row in zip(PROMPTS, new, best):
-        np.testing.assert_array_equal(row[len(prompt) - 1 :][:18], tokens)
+        assert_array_equal(row[len(prompt) - 1 :][:18], tokens)
 
 
 @pytest.mark.parametrize(

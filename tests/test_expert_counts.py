@@ -2,10 +2,10 @@
 by hand.
 """
 
-import dataclasses
 import fractions
 import itertools
 import json
+from dataclasses import replace
 
 import jax
 import pytest
@@ -101,7 +101,7 @@ def test_a_kernel_takes_as_long_as_reading_or_its_whole_tiles():
     *_, one = counted(FORWARD, experts)
     # 16 rows, but of 10 experts a tile of 128 each
     assert one.seconds(v5p) == one.bytes / v5p.bandwidth
-    slow = dataclasses.replace(v5p, flops=1e12)
+    slow = replace(v5p, flops=1e12)
     assert one.seconds(slow) == pytest.approx(2 * (ROWS / 8 + CHOSEN * 127) * D * M / 1e12)
     # Cycles are given where the compiler estimates those of the others.
     cycles = lambda text: Costs(hlo.parse(text), experts=experts).total_cycles
@@ -239,8 +239,8 @@ def test_plan_holds_all_and_computes_the_active():
     # Recomputed are all but the head and attention's last product, whose reduced sum is kept; the
     # router on each rank, which counts once forward.
     kept = 48 * 8 * 128 * D + head - 48 * D * E * 3 / 4
-    full = dataclasses.replace(one, remat=Remat.FULL)
+    full = replace(one, remat=Remat.FULL)
     assert plan_speed.flops(full, request=request)[1] == forward - 2 * 4096 * kept
     # Of more tokens than a chunk no rows are kept; the experts are computed again.
-    large = dataclasses.replace(one, rows=4, accumulate=1)
+    large = replace(one, rows=4, accumulate=1)
     assert plan_speed.flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M

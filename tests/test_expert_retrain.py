@@ -2,8 +2,8 @@
 dense float64 loop.
 """
 
-import dataclasses
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     )
     of = experts.shape(name, definition.config)
     if name == "hybrid-farskip":  # of two layers or three
-        of = dataclasses.replace(of, ladder=(len(fraction) - 1,))
+        of = replace(of, ladder=(len(fraction) - 1,))
     params = cases.parameters(definition)
     taught = distillation(params, forward=functools.partial(reference.logits, fraction=fraction))
     student = moved(params, cases.parameters(definition, seed=5))
@@ -82,7 +82,7 @@ def test_a_model_with_dense_layers_is_trained_further(taught):
     definition = experts.define("farskip", "shared", tensor=2, dense_layers=1, num_layers=2)
     plan, loss = Retraining(definition), experts.loss
     if taught:
-        plan = dataclasses.replace(plan, distill=DISTILL, teacher=original(definition))
+        plan = replace(plan, distill=DISTILL, teacher=original(definition))
         loss = distillation(cases.parameters(definition))
     of = experts.shape("farskip", definition.config)
     student = cases.parameters(definition, seed=5)
@@ -141,11 +141,11 @@ def test_a_capacity_may_change(before, after):
     )
     for name in ("train.start='x'", "distill.teacher='x'"):
         sources.check_shape(name, theirs, ours)
-    other = dataclasses.replace(ours, moe=dataclasses.replace(ours.moe, top_k=1))
+    other = replace(ours, moe=replace(ours.moe, top_k=1))
     with refused("^x: the checkpoint has model.moe.top_k=2, and this run model.moe.top_k=1$"):
         sources.check_shape("x", theirs, other)
     with refused("^x: the checkpoint has model.moe.experts=6, and this run .*experts=None$"):
-        sources.check_shape("x", theirs, dataclasses.replace(ours, moe=None))
+        sources.check_shape("x", theirs, replace(ours, moe=None))
 
 
 DENSE = "model.moe.dense_layers=1", "model.residual=farskip"

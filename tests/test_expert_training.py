@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from ladder_jax import checkpoint, config, nn, parallel, train
 from ladder_jax.nn import router_losses
@@ -64,7 +65,7 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
 
     # Each router's biases moved by the rate a step, and they are those of the batch, not of a rank
     # or a part.
-    np.testing.assert_array_equal(biases, bias_of(tmp_path / "run"))
+    assert_array_equal(biases, bias_of(tmp_path / "run"))
     moves = biases / 0.001
     assert np.abs(moves).max() <= 4.01
     assert np.abs(moves - moves.round()).max() < 1e-3
@@ -85,7 +86,7 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
     before = checkpoint.open_checkpoint(tmp_path / "run").config.model
     assert saved.config.model == dataclasses.replace(before, ladder_layers="1")
     # frozen beside low-rank factors
-    np.testing.assert_array_equal(bias_of(tmp_path / "on"), biases)
+    assert_array_equal(bias_of(tmp_path / "on"), biases)
 
 
 def bias_of(folder):
@@ -98,7 +99,7 @@ def test_a_bias_moves_toward_less_load():
     counts = np.float32([[3, 3, 6, 0], [3, 3, 3, 3]])
     for factor in (1, 1 / 3, 7e-8):
         signs = router_losses.toward_balance(counts * np.float32(factor), choices=12)
-        np.testing.assert_array_equal(signs, [[0, 0, -1, 1], [0, 0, 0, 0]])
+        assert_array_equal(signs, [[0, 0, -1, 1], [0, 0, 0, 0]])
 
 
 def test_a_steps_counts_may_be_no_int32():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from ladder_jax import decode
 from ladder_jax.config import Biases, Dtype, Loop, Quantize
@@ -42,8 +43,8 @@ def test_numbers_are_the_nearest(dims):
     values, scale = reference.eight_bits(array, dims)
     assert made.values.dtype == jnp.int8
     assert made.scale.dtype == jnp.float32
-    np.testing.assert_array_equal(made.values, values)
-    np.testing.assert_array_equal(made.scale, scale.squeeze(reference.summed_axes(dims)))
+    assert_array_equal(made.values, values)
+    assert_array_equal(made.scale, scale.squeeze(reference.summed_axes(dims)))
     assert made.values.ndim == len(Int8.dims(dims).values)
     assert made.scale.ndim == len(Int8.dims(dims).scale)
 
@@ -53,7 +54,7 @@ def test_what_is_not_a_number_stays_visible():
         array = random((4, 3))
         array[2, 1] = bad
         out = quantized.einsum("BTD,DF->BTF", jnp.ones((1, 1, 4)), Int8.of(array, "DF"))
-        np.testing.assert_array_equal(np.isnan(out[0, 0]), [False, True, False])
+        assert_array_equal(np.isnan(out[0, 0]), [False, True, False])
 
 
 @pytest.mark.parametrize("dtype", Dtype)
@@ -85,7 +86,7 @@ def test_a_looked_up_row_is_of_the_whole_numbers():
     indices = np.array([[3, 29], [0, 3]])
     rows = quantized.rows(Int8.of(table, "VD"), indices, dtype=jnp.float32)
     exact = reference.in_eight_bits(table, "VD")
-    np.testing.assert_array_equal(rows, exact.astype(np.float32)[indices])
+    assert_array_equal(rows, exact.astype(np.float32)[indices])
 
 
 TOPOLOGIES = [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_array_equal
 
 from ladder_jax import parallel
 from ladder_jax.config import Dtype, Loop
@@ -143,5 +144,5 @@ def test_a_block_is_written_in_the_kernels_order(kernel):
     places = [kernel.cache_dims.index(dim) for dim in "BSNH"]
     expected = np.zeros((4, 9, 2, 3))
     expected[1:3, 3:8] = block
-    np.testing.assert_array_equal(np.transpose(written.key, places), expected)
-    np.testing.assert_array_equal(np.transpose(written.value, places), -expected)
+    assert_array_equal(np.transpose(written.key, places), expected)
+    assert_array_equal(np.transpose(written.value, places), -expected)

@@ -7,6 +7,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from ladder_jax import nn, train
 from ladder_jax.config import Biases, Loop, Remat, RopeScaling
@@ -188,7 +189,7 @@ def test_initial_values_are_the_same_everywhere():
     values = [nn.initialize(cases.define("ladder", **mesh), seed=7) for mesh in meshes]
     for other in values[1:]:
         for a, b in zip(jax.tree.leaves(values[0]), jax.tree.leaves(other), strict=True):
-            np.testing.assert_array_equal(a[:251], b[:251])  # without the vocabulary's padding
+            assert_array_equal(a[:251], b[:251])  # without the vocabulary's padding
     assert not np.array_equal(values[0]["embedding"]["table"], values[0]["head"]["table"])
     with compilations.counted() as compiled:
         again = nn.initialize(cases.define("ladder"), seed=8)
@@ -206,7 +207,7 @@ def test_a_key_may_be_anywhere():
     with jax.set_mesh(jax.make_mesh((8,), ("all",))):
         of_mesh = nn.initialize(definition, seed=7)
     for found in (nn.initialize(definition, key=key), of_mesh):
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        jax.tree.map(assert_array_equal, found, expected)
 
 
 def test_the_compilers_level_changes_no_initial_value(monkeypatch):
@@ -220,7 +221,7 @@ def test_the_compilers_level_changes_no_initial_value(monkeypatch):
         definition.modules, layout=definition.layout, config=definition.config
     )
     found = initial(nn.parameter.root_key(7))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 against dense ones.
 """
 
-import dataclasses
 import functools
+from dataclasses import replace
 
 import autograd.numpy as anp
 import jax
@@ -45,10 +45,8 @@ def define(which="last", *, fsdp=1, tensor=2, **more):
 
 def original(definition):
     """The same weights as a standard model."""
-    standard = dataclasses.replace(
-        definition.config, residual="standard", ladder_layers=None, ranks=None
-    )
-    return dataclasses.replace(definition, config=standard)
+    standard = replace(definition.config, residual="standard", ladder_layers=None, ranks=None)
+    return replace(definition, config=standard)
 
 
 def shape(definition, kind, layers=None):
@@ -97,7 +95,7 @@ def distillation(teacher, *, forward=reference.logits, weights=1.0, hidden=0.0):
         logp = lambda scores: scores - reference.logsumexp(scores)[..., None]
         seen = []
         inputs = tokens[:, :-1]
-        of_teacher = dataclasses.replace(shape, kind="standard")
+        of_teacher = replace(shape, kind="standard")
         scores = forward(params, inputs, shape, seen)
         ours = logp(scores / TAU)
         theirs = logp(reference.logits(teacher, inputs, of_teacher) / TAU)
@@ -141,7 +139,7 @@ def test_distillation_is_the_dense_one(mesh, every):
     no distance, and count in the mean.
     """
     definition = define(**mesh)
-    distill = dataclasses.replace(DISTILL, hidden_weight=HIDDEN, hidden_every=every)
+    distill = replace(DISTILL, hidden_weight=HIDDEN, hidden_every=every)
     plan = Retraining(definition, 1, distill=distill, teacher=original(definition))
     params = cases.parameters(definition)
     student = moved(params, cases.parameters(definition, seed=5))
@@ -216,7 +214,7 @@ def test_merged_low_rank_factors_equal_unmerged(form):
 
 def test_what_is_frozen_has_no_optimizer_state():
     frozen = Retraining(define(fsdp=2), 1)
-    low_rank = dataclasses.replace(frozen, lora=LORA)
+    low_rank = replace(frozen, lora=LORA)
     sizes = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     for plan, trained in (low_rank, {ADAPTERS}), (frozen, {"layers", "final_norm", "head"}):
         state = steps.abstract_state(plan.definition, config=TrainConfig(), task=plan)

@@ -1,9 +1,9 @@
 """`ladder-jax plan`: what it proposes can be run, its estimates are near the compilers' figures."""
 
-import dataclasses
 import json
 import math
 import re
+from dataclasses import replace
 
 import jax
 import pytest
@@ -149,7 +149,7 @@ def timed(candidate, wanted):
 def test_what_halves_take(asked, whole, least, most):
     """Of the whole microbatch's time; they hide what Standard waits for, and cost at few rows."""
     wanted = request.make(**asked)
-    halves = dataclasses.replace(whole, interleave=2)
+    halves = replace(whole, interleave=2)
     assert least < timed(halves, wanted).seconds / timed(whole, wanted).seconds < most
     assert memory.estimate(whole, request=wanted) == memory.estimate(halves, request=wanted)
 
@@ -182,8 +182,8 @@ def test_plans_that_exchange_experts():
     wanted = request.make(**asked)
     exchanged = exchanging(residual="farskip")
     split = [one for one in candidates(**asked) if one.sequence_parallel and not one.exchanges]
-    reduces = lambda one: dataclasses.replace(one.mesh, experts=ExpertParallelism.REDUCE)
-    assert {dataclasses.replace(one, mesh=reduces(one)) for one in exchanged} == set(split)
+    reduces = lambda one: replace(one.mesh, experts=ExpertParallelism.REDUCE)
+    assert {replace(one, mesh=reduces(one)) for one in exchanged} == set(split)
     for one in sorted(exchanged, key=str)[::9]:
         assert configured(one, wanted).model == wanted.config
 
@@ -206,7 +206,7 @@ def test_what_exchanged_experts_compute_again_by_hand():
     forward, recomputed = speed.flops(EXCHANGED, request=wanted)
     head = 2 * tokens * wanted.config.vocab_size / 4 * d
     reduced = 2 * tokens * d * 512 + 2 * tokens * d * 5632 / 4
-    full = dataclasses.replace(EXCHANGED, remat=Remat.FULL)
+    full = replace(EXCHANGED, remat=Remat.FULL)
     copies = 2 * tokens * d * 60 * 3 / 4
     again = pytest.approx(forward - head - 4 * reduced + 4 * copies)
     assert recomputed == 0
@@ -323,8 +323,7 @@ def test_what_recomputation_of_exchanged_experts_sends_again_by_hand(on):
     rows = 3 / 4 * ROWS * 2048 * 2
     asked = request.make(**MOE, capacity=1.25, residual="standard")
     once, again = (
-        timed(dataclasses.replace(EXCHANGED, remat=remat), asked).seconds
-        for remat in (Remat.NONE, Remat.FULL)
+        timed(replace(EXCHANGED, remat=remat), asked).seconds for remat in (Remat.NONE, Remat.FULL)
     )
     assert again - once == pytest.approx(4 * 4 * (half + 2 * rows) / 1e9)
 

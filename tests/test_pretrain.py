@@ -2,9 +2,9 @@
 results alone.
 """
 
-import dataclasses
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,9 +57,9 @@ def test_twins_differ_in_their_topology_alone(size, residual):
     ladder, twin = (
         config.load(HERE / f"recipes/{name}-{size}.yaml") for name in ("ladder", residual)
     )
-    model = dataclasses.replace(ladder.model, residual=residual)
-    run = dataclasses.replace(ladder.run, name=f"{residual}-{size}")
-    assert twin == dataclasses.replace(ladder, model=model, run=run)
+    model = replace(ladder.model, residual=residual)
+    run = replace(ladder.run, name=f"{residual}-{size}")
+    assert twin == replace(ladder, model=model, run=run)
 
 
 def test_initial_values_are_the_papers():

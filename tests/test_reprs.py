@@ -2,8 +2,8 @@
 lines at most.
 """
 
-import dataclasses
 import pathlib
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -88,11 +88,9 @@ def stack(tmp_path):
 def report(tmp_path):
     """Of many sizes, as a program of somebody's own may have."""
     one = schedule.audit(text("tpu7x-unrolled"))
-    sized = lambda r, n: dataclasses.replace(
-        r, collective=dataclasses.replace(r.collective, bytes=n)
-    )
+    sized = lambda r, n: replace(r, collective=replace(r.collective, bytes=n))
     many = tuple(sized(r, n) for r in one.reductions for n in range(1_000_000_000, 1_000_000_060))
-    return dataclasses.replace(one, reductions=many)
+    return replace(one, reductions=many)
 
 
 LONG = dict(max_new_tokens=7, temperature=0.5, stop=["stop"] * 100, seed=1)
@@ -109,8 +107,6 @@ OBJECTS = {
         lambda _: nn.compiled_logits(model().definition),
         "compiled_logits.<locals>.stripped, no options",
     ),
-    "configuration": (lambda _: BIG, "biases='all', qk_norm=True, residual='desync-2', ranks=2)"),
-    "a run's configuration": (lambda _: saved(_).config, ", lora=LoraConfig(rank=4))"),
     "stack": (stack, "Stack of Block, 5,760 parameters\nTopology of 40 layers"),
     "source": (source, "Source(path='a/model.gguf', model=ModelConfig("),
     "opened": (opened, "OpenedModel('a/model.gguf', a Source)"),

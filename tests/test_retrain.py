@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from jax._src import xla_bridge
+from numpy.testing import assert_array_equal
 
 from ladder_jax import checkpoint, config, files, nn, parallel, train
 from ladder_jax.checkpoint import manifest
@@ -171,7 +172,7 @@ def test_only_the_side_network_trains(trained, place, tmp_path):
     after = params_of(side)
     ends = after.pop("side")
     blocks = after["layers"].pop("side")
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    jax.tree.map(assert_array_equal, after, before)
     assert all(np.abs(a).max() > 0 for a in jax.tree.leaves((ends["up"], blocks["gate"])))
     model = open_model(side)
     prompt = [5, 6, 7, 8, 9]
@@ -184,7 +185,7 @@ def test_only_the_side_network_trains(trained, place, tmp_path):
     with refused("ladder-jax overlap does not count a side network .model.side."):
         overlaps.make(target="cpu:8", model=str(side), phase=Phase.DECODE, residual="ladder")
     loaded = load(side, mesh=parallel.make_mesh())
-    np.testing.assert_array_equal(loaded(np.array([prompt + new])), scores)
+    assert_array_equal(loaded(np.array([prompt + new])), scores)
     with refused("'the model in memory' has a side network .model.side."):
         loaded.save(tmp_path / "saved")
 
@@ -230,7 +231,7 @@ def test_resumed_runs_go_on_exactly(which, trained, place, tmp_path):
     said = run(place, copy, *SETTINGS[which])
     assert any("from step 4" in line for line in said)
     assert losses(copy) == losses(directory)
-    jax.tree.map(np.testing.assert_array_equal, params_of(copy), params_of(directory))
+    jax.tree.map(assert_array_equal, params_of(copy), params_of(directory))
 
 
 def test_a_run_whose_tokenizer_could_not_be_written_begins_again(place, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from ladder_jax import decode, nn
 from ladder_jax.config import DecodeConfig, Loop
@@ -137,8 +138,8 @@ def test_candidates_cut_where_the_definitions_do(mesh, count):
             )
             > 0
         )
-        np.testing.assert_array_equal(out[:, :VOCAB] > -np.inf, expected)
-        np.testing.assert_array_equal(out[:, :VOCAB][expected], scores[expected])
+        assert_array_equal(out[:, :VOCAB] > -np.inf, expected)
+        assert_array_equal(out[:, :VOCAB][expected], scores[expected])
         assert np.isneginf(out[:, VOCAB:]).all()
 
 
@@ -166,7 +167,7 @@ def test_draws_have_the_distribution_that_was_asked_for():
     tokens, logprobs = compiled("2")(many(values), settings(many(ASKED)), None, many(seen))
     given = values[0].astype(np.float64)
     of_given = given - np.log(np.exp(given).sum())
-    np.testing.assert_allclose(logprobs, of_given[tokens], rtol=1e-5)
+    assert_allclose(logprobs, of_given[tokens], rtol=1e-5)
     for asked, row, drawn in zip(ASKED, seen, tokens.reshape(-1, draws), strict=True):
         expected = draws * distribution(values[0], row, **asked)
         counts = np.bincount(drawn, minlength=VOCAB)
@@ -210,15 +211,15 @@ def test_neither_the_mesh_nor_the_neighbours_change_a_row():
     expected, logprobs = compiled("1")(values, ask(rows % 8), rows, seen)
     shifted = compiled("1")(values, ask(rows % 8), rows + 1, seen)[0]
     assert (expected[rows % 8 != 7] != shifted[rows % 8 != 7]).any()
-    np.testing.assert_array_equal(expected[rows % 8 == 7], shifted[rows % 8 == 7])
+    assert_array_equal(expected[rows % 8 == 7], shifted[rows % 8 == 7])
     for mesh in ("1", "8", "2x4", "emulated"):
         tokens, same = compiled(mesh)(values, ask(rows % 8), rows, seen)
-        np.testing.assert_array_equal(tokens, expected)
-        np.testing.assert_allclose(same, logprobs, rtol=1e-5)
+        assert_array_equal(tokens, expected)
+        assert_allclose(same, logprobs, rtol=1e-5)
         # 7: one data shard draws nothing
         for kept, others in ((rows % 2 == 0, (rows + 3) % 8), (rows >= 8, 7)):
             tokens, _ = compiled(mesh)(values, ask(np.where(kept, rows % 8, others)), rows, seen)
-            np.testing.assert_array_equal(tokens[kept], expected[kept])
+            assert_array_equal(tokens[kept], expected[kept])
             assert not np.array_equal(tokens, expected)
 
 
@@ -231,7 +232,7 @@ def test_a_neighbour_s_search_does_not_cut_elsewhere():
     cut = compiled("1", "filtered", 8)
     alone = cut(values, settings(asked))
     beside = cut(values, settings([*asked[:-1], {**OFF, "top_k": 20}]))
-    np.testing.assert_array_equal(beside[:-1], alone[:-1])
+    assert_array_equal(beside[:-1], alone[:-1])
 
 
 @pytest.mark.parametrize("mesh", ["1", "2x4", "emulated"])
@@ -253,7 +254,7 @@ def test_logits_that_are_no_numbers_give_no_token(mesh):
     worse[1], worse[2, 5], worse[3, 7], worse[3, 3] = -np.inf, np.nan, np.inf, 0
     tokens, logprobs = compiled(mesh)(worse, ask)
     for found, usual in ((tokens, expected), (compiled(mesh, "greedy")(worse, ask), greedy)):
-        np.testing.assert_array_equal(found, np.where(rows < 8, sampling.NO_NUMBER, usual))
+        assert_array_equal(found, np.where(rows < 8, sampling.NO_NUMBER, usual))
     assert np.isfinite(logprobs[8:]).all()
 
 
@@ -265,7 +266,7 @@ def test_the_lowest_temperatures_take_the_largest_logit(temperature):
         tokens, logprobs = compiled("8")(
             values, settings([{**cuts_, "temperature": temperature}] * 16)
         )
-        np.testing.assert_array_equal(tokens, values.argmax(1))
+        assert_array_equal(tokens, values.argmax(1))
         assert np.isfinite(logprobs).all()
 
 
@@ -276,7 +277,7 @@ def test_seen_holds_the_prompt(mesh):
     expected = np.zeros((4, nn.padded_vocabulary(251, ranks=definition.layout.ranks)), bool)
     for row, prompt, length in zip(expected, tokens, lengths, strict=True):
         row[prompt[:length]] = True
-    np.testing.assert_array_equal(steps.seen_in(definition)(tokens, lengths), expected)
+    assert_array_equal(steps.seen_in(definition)(tokens, lengths), expected)
 
 
 def test_one_compilation_serves_all_settings():
@@ -329,7 +330,7 @@ def test_generation_reads_every_setting():
     warm = ask(temperature=5.0)
     assert not np.array_equal(greedy, warm)
     with jax.default_prng_impl("rbg"):  # whose draws depend on the rows beside
-        np.testing.assert_array_equal(ask(temperature=5.0), warm)
+        assert_array_equal(ask(temperature=5.0), warm)
     for one in (dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)):
-        np.testing.assert_array_equal(ask(temperature=5.0, **one), greedy)
+        assert_array_equal(ask(temperature=5.0, **one), greedy)
     assert len({*PROMPT, *ask(repetition_penalty=1e6)[0]}) == len(PROMPT) + 20

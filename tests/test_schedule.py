@@ -1,8 +1,8 @@
 """The schedule's reader against what real compilers wrote (tests/hlo)."""
 
 import collections
-import dataclasses
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -169,14 +169,14 @@ def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
     def covered(share):
         """With so much of an n-th of the matmul beside the first message."""
         flops = cost.Flops(attention=share * ring.matmul / RANKS)
-        return of(dataclasses.replace(first, flops=flops), *others)
+        return of(replace(first, flops=flops), *others)
 
-    of = lambda *permutes: rings.covered(dataclasses.replace(ring, permutes=permutes))
+    of = lambda *permutes: rings.covered(replace(ring, permutes=permutes))
     assert of(first, *others)
     assert covered(0.5)
     assert not covered(0.49)
     assert not covered(0)
-    assert not rings.covered(dataclasses.replace(ring, matmul=0.0))
+    assert not rings.covered(replace(ring, matmul=0.0))
 
 
 def moved(transfers):

@@ -2,8 +2,8 @@
 wrong settings.
 """
 
-import dataclasses
 import re
+from dataclasses import replace
 
 import autograd.numpy as anp
 import jax
@@ -54,7 +54,7 @@ FULL = pytest.mark.full
 
 def define(name="ladder", *, reduction=4, **more):
     plain = cases.define(name, **{**SIZES, **more})
-    return SideModel(dataclasses.replace(plain.config, side=SideConfig(reduction)), plain.layout)
+    return SideModel(replace(plain.config, side=SideConfig(reduction)), plain.layout)
 
 
 def of_network(definition):
@@ -66,7 +66,7 @@ def dense(definition, params):
     """In float64: the loss of a side network, written down anew, beside a model's `params`."""
     params = jax.tree.map(np.float64, params)
     steps = definition.topology.layers
-    of = dataclasses.replace(cases.shape("standard", definition.config, ranks=1), layers=0, vocab=0)
+    of = replace(cases.shape("standard", definition.config, ranks=1), layers=0, vocab=0)
     of_side = of_network(definition)
 
     def loss(side, tokens, _):
@@ -266,8 +266,8 @@ def test_a_teacher_beside_a_side_network():
     definition = define("hybrid-list", tensor=2)
     plan = Retraining(definition)
     teacher = original(plan.without_side)
-    plan = dataclasses.replace(plan, distill=DistillConfig(START), teacher=teacher)
-    base = dataclasses.replace(plan, definition=plan.without_side)
+    plan = replace(plan, distill=DistillConfig(START), teacher=teacher)
+    base = replace(plan, definition=plan.without_side)
     params = cases.placed(base.definition)
     frozen = plan.split(params)[1]
     assert set(frozen) == {"model"}  # nothing is stored twice
@@ -340,4 +340,4 @@ def test_a_plain_definition_does_not_leave_the_network_out():
         nn.define(config, mesh=mesh)
     assert side.define(config, mesh=mesh).without_side() == cases.define("ladder", tensor=2)
     with refused("a model without model.side is defined by ladder_jax.nn"):
-        side.define(dataclasses.replace(config, side=None), mesh=mesh)
+        side.define(replace(config, side=None), mesh=mesh)

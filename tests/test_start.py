@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from ladder_jax import checkpoint, evaluate, nn
 from ladder_jax.checkpoint import Pieces, arrays, writing
@@ -24,7 +25,7 @@ def same(found, wanted):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-        np.testing.assert_array_equal(a, b)
+        assert_array_equal(a, b)
 
 
 MODELS = {
@@ -102,7 +103,7 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
     monkeypatch.setattr(arrays.meshes, "place", place)
     arrays._placed(reads, like)
     for share, at in zip(shares, (256, 384), strict=True):
-        np.testing.assert_array_equal(share, store[:, at : at + 128].read().result())
+        assert_array_equal(share, store[:, at : at + 128].read().result())
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 shares with a student.
 """
 
-import dataclasses
 import json
 import pathlib
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,7 @@ FROZEN = 1
 
 def as_standard(definition, **changes):
     of_teacher = dict(residual="standard", ladder_layers=None, ranks=None) | changes
-    return dataclasses.replace(
-        definition, config=dataclasses.replace(definition.config, **of_teacher)
-    )
+    return replace(definition, config=replace(definition.config, **of_teacher))
 
 
 def divergence(student, teacher):
@@ -46,7 +44,7 @@ def test_frozen_layers_of_a_teacher_that_communicates_less():
     params = cases.parameters(definition)
     plan = Retraining(definition, FROZEN, distill=DistillConfig(START), teacher=teacher)
     ((_, terms), _), _ = compute(plan, params)
-    of_teacher = dataclasses.replace(shape(definition, "desync"), number=2, ranks=2)
+    of_teacher = replace(shape(definition, "desync"), number=2, ranks=2)
     scores = [
         reference.evaluate(reference.logits, params, TOKENS[:, :-1], of)
         for of in (shape(definition, "ladder", (1,)), of_teacher)
@@ -93,7 +91,7 @@ def test_what_a_teacher_inherits(changes, shared):
         definition, FROZEN, distill=DistillConfig(START), teacher=as_standard(definition, **changes)
     )
     assert loss.shared_layers(plan) == shared
-    named = dataclasses.replace(plan, distill=DistillConfig("the same"))
+    named = replace(plan, distill=DistillConfig("the same"))
     assert loss.shared_layers(named) == 0
 
 
@@ -103,7 +101,7 @@ def test_what_a_teacher_with_experts_inherits(capacity, shared):
     moe = dict(experts.KINDS["shared"], capacity=capacity)
     definition = experts.define("hybrid-farskip", moe=moe)
     for of_teacher in (capacity, None):
-        kept = dataclasses.replace(definition.config.moe, capacity=of_teacher)
+        kept = replace(definition.config.moe, capacity=of_teacher)
         teacher = as_standard(definition, moe=kept)
         plan = Retraining(definition, FROZEN, distill=DistillConfig(START), teacher=teacher)
         assert loss.shared_layers(plan) == shared
@@ -128,12 +126,12 @@ def taught(definition, teacher, **distill):
 def test_a_teacher_is_computed_on_its_own_number_of_ranks(residual):
     """Or not at all: on another number it is another function."""
     student = as_standard(define(tensor=2))
-    theirs = dataclasses.replace(student.config, residual=residual, ranks=4)
+    theirs = replace(student.config, residual=residual, ranks=4)
     wrong = rf"distill.teacher='theirs': .* {residual} .*ranks=4.* on 2 .*mesh.tensor=4.*distill.residual=standard"
     with refused(wrong):
         taught(student, theirs)
     assert taught(student, theirs, residual="standard").teacher.config.ranks is None
-    assert taught(student, dataclasses.replace(theirs, ranks=2)).teacher.config.ranks == 2
+    assert taught(student, replace(theirs, ranks=2)).teacher.config.ranks == 2
     emulated = cases.define("ladder-fresh", ranks=4, **TWO)
     assert taught(emulated, theirs).teacher.layout.ranks == 4
 

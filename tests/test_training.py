@@ -1,12 +1,12 @@
 """Steps, the recipe, and whole runs: what they leave, resumed or refused."""
 
-import dataclasses
 import itertools
 import json
 import math
 import os
 import re
 import socket
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -82,7 +82,7 @@ def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
     """In both forms of the loop; and the old state's buffers are reused."""
     data, tensor = mesh
     definition = cases.define("ladder", num_layers=2, data=data, tensor=tensor)
-    recipe = dataclasses.replace(RECIPE, loop=loop)
+    recipe = replace(RECIPE, loop=loop)
     params, tokens = cases.parameters(definition), cases.tokens((4, 10))
     expected_loss, norm, expected = dense_step(
         params, tokens, cases.shape("ladder", definition.config, ranks=1), recipe
@@ -193,7 +193,7 @@ def test_a_run_without_steps_may_be_begun_anew(book, tmp_path, monkeypatch):
         patched.setattr(session.Session, "run", mock.Mock(side_effect=UserError("out of memory")))
         run(book, directory, larger)
     given = config.load("tiny", overrides=runs.words(book, directory))
-    start = dataclasses.replace(given, train=dataclasses.replace(given.train, start="elsewhere"))
+    start = replace(given, train=replace(given.train, start="elsewhere"))
     part = directory / "checkpoints/1"
     for wrong in (start, given):
         with refused("train.batch was 8, now 4"):

@@ -47,7 +47,7 @@ from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
 from ladder_jax.pretrained.huggingface import config as huggingface_config, folder as huggingface
-from ladder_jax.pretrained.source import REFIT, Source, assemble, reader, refit_in
+from ladder_jax.pretrained.source import REFIT, Source, assemble, reader, refit_in, unreadable
 
 
 class Format(enum.Enum):
@@ -419,14 +419,17 @@ def _sampled(path: pathlib.Path) -> str:
     if not path.is_file():
         files = [path / huggingface.CONFIG, *sorted(path.glob("*.safetensors"))]
     for file in files:
-        size = file.stat().st_size
-        about = str(size)
-        if path.is_dir():
-            about = f"{file.name} {size}\n"
-        digest.update(about.encode())
-        last = max(0, size - _BLOCK)
-        with file.open("rb") as content:
-            for index in range(_SAMPLES):
-                content.seek(index * last // max(1, _SAMPLES - 1))
-                digest.update(content.read(_BLOCK))
+        try:
+            size = file.stat().st_size
+            about = str(size)
+            if path.is_dir():
+                about = f"{file.name} {size}\n"
+            digest.update(about.encode())
+            last = max(0, size - _BLOCK)
+            with file.open("rb") as content:
+                for index in range(_SAMPLES):
+                    content.seek(index * last // max(1, _SAMPLES - 1))
+                    digest.update(content.read(_BLOCK))
+        except OSError as error:
+            raise unreadable(file, error) from None
     return digest.hexdigest()

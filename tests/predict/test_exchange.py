@@ -2,9 +2,9 @@
 refusals.
 """
 
-import dataclasses
 import itertools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def config(name, *, shared=0, which=None):
 def device(*, flops):
     """Without launches, contention and latencies."""
     none = dict(launch=0.0, contention=0.0, link=Link(latency=0.0, step=0.0, bandwidth=BANDWIDTH))
-    return dataclasses.replace(H100, flops=flops, flops_share=1.0, bandwidth=math.inf, **none)
+    return replace(H100, flops=flops, flops_share=1.0, bandwidth=math.inf, **none)
 
 
 def timeline(one, on, *, times=1, interleave=1):
@@ -153,7 +153,7 @@ def test_two_halves_in_turn_by_hand(name, shared, flops):
 
 
 def test_where_nothing_is_launched_apart_everything_waits():
-    on = dataclasses.replace(machine.load("v5e"), contention=0.0)
+    on = replace(machine.load("v5e"), contention=0.0)
     for name in ("standard", "ladder", "farskip"):
         found = timeline(config(name, shared=SHARED), on)
         assert found.seconds == pytest.approx(found.compute + found.wire)
@@ -229,10 +229,10 @@ def test_an_all_to_all_through_switches():
     switch = Link(latency=3.0, step=0.5, bandwidth=8.0)
     assert switch.all_to_all(16.0, ranks=1) == 0
     assert switch.all_to_all(16.0, ranks=4) == 3.5 + 3 / 4 * 16 / 8
-    nodes = dataclasses.replace(switch, network=Network(size=4, step=2.0, bandwidth=1.0))
+    nodes = replace(switch, network=Network(size=4, step=2.0, bandwidth=1.0))
     assert nodes.all_to_all(16.0, ranks=4) == switch.all_to_all(16.0, ranks=4)
     assert nodes.all_to_all(16.0, ranks=8) == 5.5 + 4 / 8 * 16  # half of the bytes leave the node
-    fast = dataclasses.replace(nodes, network=dataclasses.replace(nodes.network, bandwidth=64.0))
+    fast = replace(nodes, network=replace(nodes.network, bandwidth=64.0))
     assert fast.all_to_all(16.0, ranks=8) == 5.5 + 3 / 8 * 16 / 8  # what stays is longer
 
 

@@ -2,8 +2,8 @@
 without experts.
 """
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -50,7 +50,7 @@ def compute(one):
     "name, first", [("standard", "standard"), ("ladder", "ladder"), ("farskip", "parallel")]
 )
 def test_first_layers_compute_an_mlp_and_the_others_experts(name, first):
-    alone = dataclasses.replace(config(name), moe=None, num_layers=DENSE, residual=first)
+    alone = replace(config(name), moe=None, num_layers=DENSE, residual=first)
     others = config(name, dense=0, count=5 - DENSE)
     assert compute(config(name)) == pytest.approx(compute(alone) + compute(others))
     # an MLP has no rows to sort
@@ -84,9 +84,7 @@ def test_fsdp_gathers_each_layers_own_matrices(trains, elements):
     """
     shard = Model(config("standard"), 1, trains)
     link = Link(latency=0.0, step=0.0, bandwidth=1e6)
-    slow = dataclasses.replace(
-        H100, flops=math.inf, bandwidth=math.inf, launch=0.0, contention=0.0, link=link
-    )
+    slow = replace(H100, flops=math.inf, bandwidth=math.inf, launch=0.0, contention=0.0, link=link)
     found = model.passes_without_tensor(shard, slow, devices=4, rows=4, tokens=64)
     (fsdp,) = (each for each in found if each.program.form is Form.FSDP)
     assert fsdp.seconds == pytest.approx(3 / 4 * elements * (MATRICES + TABLES) / 1e6)
@@ -96,9 +94,9 @@ def test_what_a_v5e_starts_at_once():
     """It hides gathers of weights; scatters of gradients, and what a split stream sends, are
     awaited.
     """
-    quick = dataclasses.replace(machine.load("v5e"), bandwidth=math.inf, launch=0.0, contention=0.0)
-    started = dataclasses.replace(quick.link, halves=Halves.SUPPORTED)
-    apart = dataclasses.replace(quick, link=started)
+    quick = replace(machine.load("v5e"), bandwidth=math.inf, launch=0.0, contention=0.0)
+    started = replace(quick.link, halves=Halves.SUPPORTED)
+    apart = replace(quick, link=started)
     shard = Model(preset("llama-3-8b", residual="ladder"), 8, trains=True)
     block = shard.prefill(rows=4, prompt_length=8192)
 
@@ -116,7 +114,7 @@ def test_what_a_v5e_starts_at_once():
     alone = Model(preset("llama-3-8b"), 1, trains=True)
     long = alone.prefill(rows=8, prompt_length=8192)
     seconds = lambda size: quick.link.half(size, ranks=4)
-    reading = dataclasses.replace(alone, trains=False)
+    reading = replace(alone, trains=False)
     split = lambda on, one: model.split_weights(Task(one, on, long), seconds)
     assert split(quick, reading).seconds == split(apart, reading).seconds
     waiting, beside = split(quick, alone), split(apart, alone)

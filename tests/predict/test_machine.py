@@ -2,8 +2,8 @@
 it.
 """
 
-import dataclasses
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -17,9 +17,7 @@ from tests.predict.asked import H100
 
 
 def test_seconds_of_kernels():
-    one = dataclasses.replace(
-        H100, flops=1e12, flops_share=0.5, bandwidth=1e9, bandwidth_share=0.25
-    )
+    one = replace(H100, flops=1e12, flops_share=0.5, bandwidth=1e9, bandwidth_share=0.25)
     assert one.seconds(flops=1e12, size=0) == 2
     assert one.seconds(flops=1e12, size=1e9) == 4  # the longer of both
 
@@ -27,9 +25,9 @@ def test_seconds_of_kernels():
 def test_seconds_of_an_all_reduce():
     """One-way rings are in test_opponents.py."""
     link = Link(latency=10e-6, step=1e-6, bandwidth=1e9)
-    both = dataclasses.replace(link, ring=Ring.TWO_WAY)
+    both = replace(link, ring=Ring.TWO_WAY)
     assert both.all_reduce(4e6, ranks=8) == pytest.approx(10e-6 + 8e-6 + 7e-3)
-    nodes = dataclasses.replace(link, network=Network(size=8, step=5e-6, bandwidth=1e8))
+    nodes = replace(link, network=Network(size=8, step=5e-6, bandwidth=1e8))
     inside = link.all_reduce(4e6, ranks=8)
     assert nodes.all_reduce(4e6, ranks=8) == inside
     # Each of 8 exchanges half a megabyte with its peer: there and back, half of it each time.
@@ -50,7 +48,7 @@ def test_seconds_of_an_all_reduce():
     ids=["dense", "tied", "experts"],
 )
 def test_memory_is_what_the_shards_hold(config, tensor):
-    config = dataclasses.replace(config, residual="standard")
+    config = replace(config, residual="standard")
     definition = nn.define(config, mesh=parallel.make_mesh(tensor=tensor))
     held = weights.shard_bytes(weights.abstract(definition, loop=Loop.UNROLLED))
     held += memory.cache_bytes(definition, rows=3, capacity=13)
@@ -210,7 +208,7 @@ def test_a_file_based_on_another(mine):
     base = machine.load("h100-2-nodes")
     step = "link:\n  network: {step: {value: 9e-6, source: measured}}\n"
     found = mine(f"based_on: h100-2-nodes\n{step}launch: 1e-6\n")
-    assert found.link.network == dataclasses.replace(base.link.network, step=9e-6)
+    assert found.link.network == replace(base.link.network, step=9e-6)
     assert found.launch == 1e-6
     assert found.flops_share == base.flops_share
     assert "launch" not in found.sources
@@ -221,7 +219,7 @@ def test_kernels_of_a_file_based_on_another(mine):
     link = mine("based_on: h100-nvlink\nlink: {one_shot: null, two_shot: {latency: 9e-6}}").link
     assert link.one_shot is None
     assert link.in_network == H100.link.in_network
-    assert link.two_shot == dataclasses.replace(H100.link.two_shot, latency=9e-6)
+    assert link.two_shot == replace(H100.link.two_shot, latency=9e-6)
 
 
 def test_a_device_without_a_link(mine):

@@ -2,9 +2,9 @@
 meshes.
 """
 
-import dataclasses
 import re
 import types
+from dataclasses import replace
 
 import pytest
 
@@ -64,10 +64,10 @@ def test_each_algorithm_has_its_formula():
 
 
 def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
-    nodes = dataclasses.replace(EIGHT, network=Network(size=4, step=5e-6, bandwidth=1e8))
+    nodes = replace(EIGHT, network=Network(size=4, step=5e-6, bandwidth=1e8))
     assert nodes.times(4e6, ranks=8).keys() == {Algorithm.TREE}
     assert nodes.times(4e6, ranks=4).keys() == EIGHT.times(4e6, ranks=4).keys()
-    direct = dataclasses.replace(nodes, network=dataclasses.replace(nodes.network, one_shot=7e-6))
+    direct = replace(nodes, network=replace(nodes.network, one_shot=7e-6))
     times = direct.times(4e6, ranks=8)
     inside = EIGHT.two_shot.seconds(2 * 3 / 4 * 4e6)
     assert times[Algorithm.TWO_SHOT] == pytest.approx(inside + 7e-6 + 1e6 / 1e8)
@@ -85,8 +85,8 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     assert of("ladder") == (explicit, chained)  # the default first
     assert of("ladder", launch=Launch.EXPLICIT) == (explicit,)
     # No kernel that is XLA's: between nodes, and where only others have one.
-    others = dataclasses.replace(H100, link=dataclasses.replace(H100.link, kernels=Kernels.OTHERS))
-    nccl = dataclasses.replace(explicit, algorithms=machine.NCCL)
+    others = replace(H100, link=replace(H100.link, kernels=Kernels.OTHERS))
+    nccl = replace(explicit, algorithms=machine.NCCL)
     for where in (others, machine.load("a800-pcie")):
         assert of("ladder", machine=where)[0] == nccl, where.name
     assert of("ladder", machine=machine.load("h100-2-nodes"), ranks=16) == (nccl, chained)
@@ -188,7 +188,7 @@ def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
     # scatter.
     latency = 8 * 2 * V5P.link.latency
     assert ring.wire == pytest.approx(plain.wire - latency)
-    free = timeline(Form.COLLECTIVE_MATMUL, on=dataclasses.replace(V5P, link=NOTHING, launch=0.0))
+    free = timeline(Form.COLLECTIVE_MATMUL, on=replace(V5P, link=NOTHING, launch=0.0))
     assert free.seconds >= free.compute
     assert free.exposed < 0.02 * free.compute
 
@@ -201,7 +201,7 @@ def test_a_ring_step_by_hand():
     assert shard.payload(block) == 256
     for bandwidth, expected in ((32.0, 1 + 3 * 2.5), (256.0, 1 + 3 * 1.0)):
         link = Link(latency=1.0, step=0.5, bandwidth=bandwidth)
-        on = dataclasses.replace(H100, link=link, contention=0.0, launch=0.0)
+        on = replace(H100, link=link, contention=0.0, launch=0.0)
         kernel = work.Kernel("", flops=4 * on.flops * on.flops_share)  # a second a chunk
         slots = layers.ring_product(work.Task(shard, on, block), kernel)
         assert play_slots(slots, contention=0.0).seconds == pytest.approx(expected)

@@ -1,6 +1,6 @@
 """Models of our own topologies, made of the tiny Llama's weights."""
 
-import dataclasses
+from dataclasses import replace
 
 from ladder_jax import pretrained
 from ladder_jax.pretrained import source
@@ -36,9 +36,9 @@ def make(folder, name, **more):
     standard = pretrained.open(
         models.write(folder, family, num_hidden_layers=LAYERS, **types, **more)
     )
-    model = dataclasses.replace(standard.model, residual=residual, ladder_layers=ladder_layers)
+    model = replace(standard.model, residual=residual, ladder_layers=ladder_layers)
     if name == "experts-ungated":
-        model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, shared_gate=False))
+        model = replace(model, moe=replace(model.moe, shared_gate=False))
     wanted = source.expected_shapes(model)
     arrays = {key: stored for key, stored in standard.arrays.items() if key in wanted}
-    return dataclasses.replace(standard, model=model, arrays=arrays)
+    return replace(standard, model=model, arrays=arrays)

@@ -1,7 +1,7 @@
 """The refit's independent reference: in float64, with every activation there at once."""
 
-import dataclasses
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ def check(params, model, shape, *, projections, **mesh):
     """The fitted arrays of `params` are the wanted ones, gains became ones, and nothing else is
     touched.
     """
-    standard = dataclasses.replace(model, residual="standard", ladder_layers=None, ranks=None)
+    standard = replace(model, residual="standard", ladder_layers=None, ranks=None)
     source = as_source(params, standard)
     settings = Refit(ridge=RIDGE, projections=projections)
     mesh = parallel.make_mesh(**mesh)
@@ -76,8 +76,8 @@ def expected(params, shape, *, both=False):
     farskip = shape.kind == "farskip"
     delays = (2, 3) if shape.kind == "parallel-ladder" else (shape.number,) * 2
     kind = "farskip" if farskip else ""
-    alone = dataclasses.replace(shape, layers=0, vocab=0, kind=kind, number=1, ladder=None)
-    alone_dense = dataclasses.replace(alone, kind="", experts=None)
+    alone = replace(shape, layers=0, vocab=0, kind=kind, number=1, ladder=None)
+    alone_dense = replace(alone, kind="", experts=None)
 
     # early: what a farskip's last experts gave that their successor does not leave out
     xs = [original["embedding"]["table"][TOKENS]]

@@ -12,6 +12,7 @@ import pytest
 
 from ladder_jax import pretrained
 from ladder_jax.errors import UserError
+from ladder_jax.pretrained.formats import open_model
 from ladder_jax.pretrained.huggingface import weights
 from ladder_jax.pretrained.huggingface.folder import tokenizer_files
 from tests.pretrained import models
@@ -149,16 +150,14 @@ def test_a_file_that_is_cut_short_or_removed_while_it_is_read(tmp_path):
 def test_a_disk_that_fails(tmp_path):
     """The file and the reason; neither "there is no file" nor "cut short"."""
     folder = models.write(tmp_path / "model", "llama-2")
-    source = pretrained.open(folder)
+    opened = open_model(folder)
+    array = next(iter(opened.weights.arrays.values()))
     file = folder / "model.safetensors"
     file.unlink()
     file.symlink_to("/proc/self/mem")  # whose first bytes give EIO
     said = f"cannot read '{file}': Input/output error"
-    assert (
-        refused(folder)
-        == refused(folder, by=lambda _: next(iter(source.arrays.values())).read())
-        == said
-    )
+    for reads in (pretrained.open, lambda _: array.read(), lambda _: opened.identity):
+        assert refused(folder, by=reads) == said
     (folder / "tokenizer.json").touch()
     fails = mock.patch.object(pathlib.Path, "read_bytes", side_effect=OSError(116, "Stale"))
     with fails, pytest.raises(UserError, match="cannot read '.*tokenizer.json': Stale"):

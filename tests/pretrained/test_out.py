@@ -2,9 +2,9 @@
 not at all.
 """
 
-import dataclasses
 import json
 import os
+from dataclasses import replace
 
 import jax
 import ml_dtypes
@@ -69,9 +69,7 @@ def test_topologies_are_named_and_come_back(name, tmp_path):
     # Layers are written as a list, whatever they were chosen by.
     same = lambda model: nn.define(model, mesh=parallel.make_mesh()).topology
     assert same(again.model) == same(made.model)
-    assert dataclasses.replace(again.model, ladder_layers=None) == dataclasses.replace(
-        made.model, ladder_layers=None
-    )
+    assert replace(again.model, ladder_layers=None) == replace(made.model, ladder_layers=None)
     assert (tmp_path / "out/modeling_ladder.py").is_file()
     models.same_arrays(again, made)
 
@@ -106,7 +104,7 @@ def test_a_checkpoint_is_exported_without_its_padding(tmp_path):
 @pytest.mark.parametrize("residual", ["ladder-fresh", "desync-2", "no-communication"])
 def test_functions_of_the_ranks_are_refused(residual, tmp_path):
     source = pretrained.open(models.write(tmp_path / "model", "llama-2"))
-    source = dataclasses.replace(source, model=dataclasses.replace(source.model, residual=residual))
+    source = replace(source, model=replace(source.model, residual=residual))
     with refused(residual):
         pretrained.write_huggingface(source, tmp_path / "out")
     assert os.listdir(tmp_path) == ["model"]

@@ -2,11 +2,11 @@
 wrong around it.
 """
 
-import dataclasses
 import functools
 import json
 import os
 import signal
+from dataclasses import replace
 from unittest import mock
 
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def test_a_layer_that_adds_nothing():
         for key, array in standard().arrays.items()
         if key.layer == 1 and key.name.startswith(("layers/attention/out", "layers/mlp/"))
     }
-    source = dataclasses.replace(standard(), arrays={**standard().arrays, **silent})
+    source = replace(standard(), arrays={**standard().arrays, **silent})
     model = small_model("ladder")
     both = Refit(projections=BOTH)
     result = refit(source, model=model, rows=TOKENS, mesh=parallel.make_mesh(), settings=both)
@@ -198,7 +198,7 @@ def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
     saved = converted(file, tmp_path / "short")
     both = [str(texts / "a.txt"), str(texts / "b.txt")]
     request = parsed(named.model, ladder_layers="auto:1", calibration=both, calibration_tokens=96)
-    unknown = dataclasses.replace(saved, context=None)
+    unknown = replace(saved, context=None)
     for source, shape in (named, (4, 25)), (saved, (4, 25)), (unknown, (2, 49)):
         measured, fitted = convert.read_texts(source, request)
         assert measured.shape == shape
@@ -219,7 +219,7 @@ def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path):
     following = rows_of([Text(str(text))], skip=64, **settings)
 
     def refitted(layers):
-        model = dataclasses.replace(source.model, residual="ladder", ladder_layers=layers)
+        model = replace(source.model, residual="ladder", ladder_layers=layers)
         return refit(source, model=model, rows=following[:, :-1], mesh=parallel.make_mesh()).source
 
     for layer in (1, 3):  # refitted alone, as in a hybrid with that layer
@@ -317,9 +317,9 @@ def test_models_that_cannot_be_refitted():
     infinite = np.full((8, 4, 32), np.inf, np.float32)
     stored = Stored(infinite.shape, infinite.dtype, lambda: infinite)
     arrays = {**standard().arrays, Key("layers/attention/out", 0): stored}
-    broken = dataclasses.replace(standard(), arrays=arrays)
+    broken = replace(standard(), arrays=arrays)
     ladder = small_model("ladder")
-    already = dataclasses.replace(standard(), model=ladder)
+    already = replace(standard(), model=ladder)
     for source, mesh, message in (
         (already, {}, "starts from a standard model; .* is ladder"),
         (standard(), dict(data=4), "6 rows of text cannot be split over 4 data ranks"),
@@ -334,7 +334,7 @@ def test_other_requests_resume_nothing(tmp_path):
     """What was kept of other tokens, or another ridge, is not read; an equal one resumes, in the
     source's own folder too.
     """
-    source = dataclasses.replace(standard(), path=str(tmp_path))
+    source = replace(standard(), path=str(tmp_path))
     counts = []
     always = dict(model=small_model("ladder"), mesh=parallel.make_mesh())
     for change in dict(), dict(rows=TOKENS[::-1]), dict(settings=Refit(ridge=0.1)), dict():

@@ -2,11 +2,6 @@
 
 import dataclasses
 import functools
-import os
-import resource
-import subprocess
-import sys
-import tempfile
 
 import numpy as np
 import pytest
@@ -89,29 +84,3 @@ def test_the_record_is_what_transformers_computes():
     for n in range(len(record.PROMPTS)):
         greedy = record.greedy(recorded()[f"prompt_{n}"].tolist())
         assert greedy == recorded()[f"greedy_{n}"].tolist()
-
-
-@pytest.mark.full
-def test_the_first_token_comes_soon():
-    """One command, without a compilation cache; on 2 cores the wall's seconds are at most the
-    processors'.
-    """
-    plain = {
-        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
-    }
-    words = [
-        "generate",
-        str(smollm2.file()),
-        "--prompt",
-        "Once upon a time",
-        "--max-new-tokens",
-        "1",
-    ]
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**plain, "JAX_PLATFORMS": "cpu", "LADDER_JAX_CACHE": cache}
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "ladder_jax", *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.stdout == "Once upon a time,\n", done.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 30
