@@ -82,7 +82,7 @@ def _row(folder: AnyPath, *, thorough: bool) -> Row:
         elif thorough:
             problems = saved.verify(folder)
             state = "whole"
-    except saved.Damaged as error:  # what is whole again could not be read just now
+    except saved.Damaged as error:  # it could not be read a moment ago, and may be whole now
         problems = saved.verify(folder) or [str(error)]
     except UserError as error:
         problems = [str(error)]

@@ -228,8 +228,8 @@ def open_model(
 
 
 def _of_inference(config: RunConfig, model: ModelConfig) -> RunConfig:
-    """`config` with `model`, and if that is another one, without what only suits training
-    `config`'s.
+    """`config` with `model`; with another than its own, without the settings of its training, which
+    may not suit that one.
     """
     if model == config.model:
         return config

@@ -26,7 +26,7 @@ from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import weights
 from ladder_jax.decode.weights import Reader
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath
+from ladder_jax.files import AnyPath, reason
 from ladder_jax.nn import model_def, parameter
 from ladder_jax.nn.parameter import stack_of, stacks
 from ladder_jax.parallel import mesh as meshes
@@ -189,7 +189,7 @@ def content(file: AnyPath) -> bytes:
 
 
 def unreadable(file: str | AnyPath, error: OSError) -> UserError:
-    return UserError(f"cannot read {str(file)!r}: {error.strerror or error}")
+    return UserError(f"cannot read {str(file)!r}: {reason(error)}")
 
 
 def dims(model: ModelConfig) -> dict[str, str]:
