@@ -232,12 +232,13 @@ def test_a_program_is_compiled_once(monkeypatch, tmp_path, capsys):
     path.write_bytes(b"")  # damaged in any other way: below
     assert compiling.compiled(ask()) == RECORD
     assert len(ran) == 3
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_pipelined_collectives=true")
-    compiling.compiled(ask())
-    assert len(ran) == 4
+    for name in ("XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION", "LADDER_JAX_GROUPED_MATMUL"):
+        monkeypatch.setenv(name, "other")
+        compiling.compiled(ask())
+    assert len(ran) == 6
     monkeypatch.setenv("LADDER_JAX_CACHE", str(path))  # a file: nothing is kept
     assert compiling.compiled(ask()) == compiling.compiled(ask()) == RECORD
-    assert len(ran) == 6
+    assert len(ran) == 8
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(files, "write_atomically", full)
     monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=OSError(2, "No usable folder")))

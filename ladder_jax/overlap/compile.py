@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pathlib
 import pkgutil
+import re
 import traceback
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
@@ -27,7 +28,8 @@ SOURCES = ("config", "config/presets.json", "nn", "parallel", "residual", "scope
 TRAINING = ("retrain", "train")
 TARGETS = ("hardware.py", "schedule/targets.py")  # what a compiler is told of a target
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# variables of the environment that may change a program: of jax's all but the caches' and devices'
+FLAGS = r"XLA_FLAGS|LIBTPU_INIT_ARGS|LADDER_JAX_GROUPED_MATMUL|JAX_(?!NUM_CPU|\w*CACHE)\w+"
 # of the library's programs: training, and serving
 DUMPED = "--xla_dump_hlo_as_text=true --xla_dump_hlo_module_re=.*jit_(step|local).*"
 
@@ -111,7 +113,11 @@ def recorded[R](
     """
     if reason := targets.not_installed(target):
         raise UserError(f"target {target.name}: {reason}")
-    flags = {name: os.environ.get(name, "") for name in FLAGS}
+    flags = {
+        name: value
+        for name, value in os.environ.items()
+        if re.fullmatch(FLAGS, name) and name not in targets.ENVIRONMENT
+    }
     asked = [function, to_dict(request), early, python.versions(*PACKAGES), flags]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     root = pathlib.Path(__file__).parent.parent
