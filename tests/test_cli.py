@@ -142,6 +142,11 @@ def test_a_name_that_no_file_can_have(words, mistake, monkeypatch):
     assert f"{LONG}: File name too long" in mistake(*words).replace("/y", "")
 
 
+def test_a_current_folder_that_was_removed(mistake, tmp_path):
+    tmp_path.rmdir()
+    assert "the current folder was removed" in mistake("checkpoints", "run")
+
+
 def test_a_mistake_of_a_process(run_cli, tmp_path):
     done = run_cli("trian", "tiny", cwd=tmp_path, check_status=2)
     (line,) = done.stderr.splitlines()

@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         line = ": ".join(filter(None, (error.filename, error.strerror)))
+        if line == os.strerror(errno.ENOENT):  # without a name: of os.getcwd
+            return _ended("the current folder was removed: change to another", status=2)
         if error.errno in PATH:
             return _ended(line, status=2)
         if error.errno not in DISK:
