@@ -100,7 +100,9 @@ def test_an_answer_that_is_stopped_stays_said(engine, run):
 @pytest.fixture
 def given(monkeypatch):
     """Puts that on standard input."""
-    return lambda content: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    return lambda content: monkeypatch.setattr(
+        sys, "stdin", content and io.TextIOWrapper(io.BytesIO(content))
+    )
 
 
 def test_one_answer_to_standard_input(run, given, prints):
@@ -112,6 +114,7 @@ def test_one_answer_to_standard_input(run, given, prints):
     "content, message",
     [
         (b" \n", "--chat needs a message on standard input, or a terminal"),
+        (None, "--chat needs a message on standard input, or a terminal"),
         (b"\xff", "standard input is not UTF-8 text"),
     ],
 )

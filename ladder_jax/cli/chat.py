@@ -130,10 +130,10 @@ def _read() -> str | None:
 
 def piped() -> str | None:
     """The message on standard input; None for a terminal. Raises UserError for an empty message."""
-    if sys.stdin.isatty():
+    if sys.stdin and sys.stdin.isatty():  # None where it is closed
         return None
     try:
-        text = sys.stdin.buffer.read().decode("utf-8").strip()
+        text = sys.stdin.buffer.read().decode("utf-8").strip() if sys.stdin else ""
     except UnicodeDecodeError:
         raise UserError("standard input is not UTF-8 text") from None
     if not text:
