@@ -501,7 +501,10 @@ def test_a_corpus_is_not_a_store(tmp_path, name, content, said):
 def test_the_command(prints, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.jsonl").write_text(lines(TEXTS))
-    ask = "tokenize book.jsonl --out out --workers 1 --shard-tokens 2000".split()
+    pool = mock.Mock(side_effect=one_thread)
+    monkeypatch.setattr(futures, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(47), raising=False)
+    ask = "tokenize book.jsonl --out out --shard-tokens 2000".split()
     run = lambda *more: prints(*ask, *more)
     assert re.fullmatch(
         r"out, part 1/2: [1-9]\d documents, [\d,]+ tokens of bytes\n", run("--part", "1/2")
@@ -510,6 +513,7 @@ def test_the_command(prints, tmp_path, monkeypatch):
         run("--verify")
         == f"out: 120 documents, {sum(len(text.encode()) for text in TEXTS):,} tokens of bytes\n"
     )
+    assert pool.call_args.args == (47,)  # one a core
     shards = len(list((tmp_path / "out").glob("*.tokens")))
     assert shards == math.ceil((tmp_path / "book.jsonl").stat().st_size / 2000) > 3
 

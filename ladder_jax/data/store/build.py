@@ -76,7 +76,7 @@ def run(args: dict) -> None:
         tokenizer=tokenizer,
         source=args["tokenizer"],
         field=args["field"],
-        workers=args["workers"] or os.cpu_count(),
+        workers=args["workers"] or _cores(),
         share=share,
     )
     if args["verify"]:
@@ -86,6 +86,12 @@ def run(args: dict) -> None:
     if left_out:
         summary += f"; left out {left_out:,} that are empty or no text"
     print(summary)
+
+
+def _cores() -> int:
+    """That this process may use, of which Slurm gives a task one of the machine's."""
+    affinity = getattr(os, "sched_getaffinity", None)  # macOS has none
+    return len(affinity(0)) if affinity else os.cpu_count()
 
 
 def _share(part: str) -> slice:
