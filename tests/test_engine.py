@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import decode
+from ladder_jax import decode, parallel
 from ladder_jax.config import Loop
 from ladder_jax.decode import Engine, Finish, QueueFull, Request
 from ladder_jax.decode.engine.slots import buckets
@@ -97,13 +97,13 @@ def stays_within(ours):
 
 def test_random_traffic():
     """Random arrivals, lengths, settings and cancellations; nothing is compiled after the
-    warm-up.
+    warm-up, even one under a mesh, which the engine's own thread is not.
     """
     ours = engine()
     rng = np.random.default_rng(1)
     handles = []
     cancelled = set()
-    with compilations.counted() as compiled:
+    with compilations.counted() as compiled, jax.set_mesh(parallel.make_mesh()):
         ours.warm_up()
     assert compiled
     waiting = list(requests(24))

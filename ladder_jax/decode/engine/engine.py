@@ -26,6 +26,7 @@ from ladder_jax.decode.sampling import Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
 from ladder_jax.errors import UserError, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
+from ladder_jax.parallel.mesh import without_mesh
 
 
 class Engine:
@@ -169,7 +170,7 @@ class Engine:
         """One round: fills free slots and makes a chunk of tokens in all. Returns whether requests
         are left.
         """
-        with self._moving:
+        with self._moving, without_mesh():
             self._check()
             try:
                 self._round()
@@ -225,7 +226,7 @@ class Engine:
         """Compiles every program that a request can need. Raises UserError while any request waits
         or runs.
         """
-        with self._moving:
+        with self._moving, without_mesh():  # as in the engine's own thread
             if self.busy:
                 raise UserError("warm_up is for an engine with nothing to do")
             with memory.explained(f"for {self.slots} slots of {self.capacity:,} tokens"):
