@@ -47,9 +47,11 @@ def test_products(rows, sizes, inner, outer):
         return product(x, weight, sizes), eight_bits, of_rows, of_weight
 
     call = jax.jit(jax.shard_map(local, mesh=parallel.make_mesh(), in_specs=P(), out_specs=P()))
-    found = call(
-        x, dy, spoilt, bytes_.astype(np.int8), scale.astype(np.float32), jnp.array(sizes, jnp.int32)
-    )
+    scale = scale.astype(np.float32)
+    args = x, dy, spoilt, bytes_.astype(np.int8), scale, jnp.array(sizes, jnp.int32)
+    found = call(*args)
+    with jax.enable_x64(True):
+        jax.eval_shape(call, *args)
     x, dy, weight = (np.asarray(a, np.float64) for a in (x, dy, weight))
     start = 0
     for group, size in enumerate(sizes):

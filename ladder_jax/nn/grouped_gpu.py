@@ -43,10 +43,13 @@ def product(
     """
     count, _, _ = weight_EIO.shape
     height = min(128, max(16, pl.next_power_of_2(pl.cdiv(len(rows_RI), count))))
-    call = functools.partial(_product, height=height, transposed=transposed, interpret=interpret)
-    return unchecked(call)(
-        rows_RI, weight_EIO, _tiles(sizes_E, rows=len(rows_RI), height=height), scale_EO
-    )
+    form = dict(height=height, transposed=transposed, interpret=interpret)
+
+    def call(rows, weight, sizes, scale):
+        tiles = _tiles(sizes, rows=len(rows), height=height)
+        return _product(rows, weight, tiles, scale, **form)
+
+    return unchecked(call)(rows_RI, weight_EIO, sizes_E, scale_EO)
 
 
 def over_rows(

@@ -291,7 +291,8 @@ def unchecked(function: Callable) -> Callable:
             out_specs=PartitionSpec(),
             check_vma=False,
         )
-        return jax.tree.map(vary, local(*jax.tree.map(vary, args)))
+        with jax.enable_x64(False):  # with which jax's kernels cannot be traced
+            return jax.tree.map(vary, local(*jax.tree.map(vary, args)))
 
     return call
 
