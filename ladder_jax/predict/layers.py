@@ -21,6 +21,7 @@ stands beside the dispatch (in the program its last product stands beside the co
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from ladder_jax.predict.machine import Algorithm, Halves, Ring
@@ -160,51 +161,31 @@ def ring_product(task: Task, kernel: Kernel) -> list[Slot]:
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """A layer of one block, whose ranks exchange the rows of experts: its work, in the parts beside
-    which messages stand, and seconds of the messages. rows: of a dispatch or a combine.
+    """A sublayer of one block, whose ranks exchange the rows of experts. enter: before its work, once
+    its input has arrived; first, second: its work, beside whose two parts messages stand; leave: once
+    its output has arrived. shared: of a shared expert. inputs, outputs: seconds of the messages that
+    bring its input, and of those that sum its output up.
     """
 
-    norm: Work
-    into: Work
-    out: Work
-    route: Work
-    first: Work
-    last: Work
-    collect: Work
-    shared: Work
-    gather: float
-    scatter: float
-    rows: float
-
-    def input_of(self, step: Step) -> tuple[float, ...]:
-        """The messages that bring it. A shared expert's input is gathered."""
-        if step.sublayers == (ATTENTION,):
-            return (self.gather,)
-        return (self.gather, self.rows) if self.shared.seconds else (self.rows,)
-
-    def output_of(self, step: Step) -> tuple[float, ...]:
-        """The messages that sum it up. A shared expert's sum is reduce-scattered, by farskip with
-        attention's.
-        """
-        if step.sublayers == (ATTENTION,):
-            return (self.scatter,)
-        return (self.rows, self.scatter) if self.shared.seconds and not step.early else (self.rows,)
+    enter: Work = Work()
+    first: Work = Work()
+    second: Work = Work()
+    leave: Work = Work()
+    shared: Work = Work()
+    inputs: Sequence[float] = ()
+    outputs: Sequence[float] = ()
 
 
-def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]:
-    """The kernels of each part of an `Exchanged`."""
+NONE = Exchanged()
+"""Before the first sublayer, and after the last one."""
+
+
+def _kernels_of_exchanged(model: Model, block: Block) -> tuple[Sequence[Kernel], ...]:
+    """Of attention to enter, first and second; of experts likewise, to leave, and the shared one's."""
     norm, into, *out = model.step((ATTENTION,), block, split=model.ranks)
     router, sort, first, *last, collect = model.routed(block, exchanged=True)
-    return dict(
-        norm=[norm],
-        into=[into],
-        out=out,
-        route=[router, sort],
-        first=[first],
-        last=last,
-        collect=[collect],
-        shared=model.shared_expert(block),
-    )
+    experts = [norm, router, sort], [first], last, [collect], model.shared_expert(block)
+    return [norm], [into], out, *experts
 
 
 def kernels_of_layers(model: Model, block: Block) -> list[tuple[int, Model, Sequence[Kernel]]]:
@@ -229,91 +210,84 @@ def every_kernel(model: Model, block: Block) -> Iterator[tuple[int, Kernel]]:
 
 def _exchange(task: Task, steps: Sequence[Step], program: Program) -> Iterator[Slot]:
     """The slots of all layers, if ranks exchange the rows of experts."""
-    whole = exchanged_kernels(task.model, task.block)
+    parts = [_exchanged(part, task.block, steps) for part in _parts(task, program)]
+    if len(parts) == 2:
+        yield from _exchange_turns(*parts)
+    else:
+        yield from _exchange_slots(steps, *parts)
+    last = parts[-1][-1]
+    yield Slot(transfers=last.outputs)
+    yield Slot(last.leave)
+
+
+def _exchanged(part: Task, whole: Block, steps: Sequence[Step]) -> list[Exchanged]:
+    """Each step's, of the whole block or of one of its halves. A shared expert's input is gathered,
+    and its sum is reduce-scattered, by farskip with attention's.
+    """
+    model = part.model
     sends = all(step.reduces for step in steps)
-
-    def exchanged(part: Task) -> Exchanged:
-        """Of the block, or of one of its halves."""
-        model = part.model
-        own = exchanged_kernels(model, part.block)
-        buffers = model.buffer_rows(part.block) * model.config.d_model * model.element_bytes
-        rows = part.machine.link.all_to_all(buffers, ranks=model.ranks)
-        return Exchanged(
-            **{name: _part_work(part, own[name], whole[name]) for name in own},
-            gather=sends * (1 + part.recompute.gathers) * part.half,
-            scatter=sends * part.half,
-            rows=sends * (1 + part.recompute.rows) * rows,
-        )
-
-    parts = [exchanged(part) for part in _parts(task, program)]
-    yield from (_exchange_turns if len(parts) == 2 else _exchange_slots)(steps, *parts)
-    yield Slot(transfers=parts[-1].output_of(steps[-1]))
-    yield Slot(_between(parts[-1], steps[-1], None))
+    buffers = model.buffer_rows(part.block) * model.config.d_model * model.element_bytes
+    exchange = part.machine.link.all_to_all(buffers, ranks=model.ranks)
+    gather = sends * (1 + part.recompute.gathers) * part.half
+    scatter = sends * part.half
+    rows = sends * (1 + part.recompute.rows) * exchange
+    norm, into, out, *work = (
+        _part_work(part, *pair)
+        for pair in zip(*(_kernels_of_exchanged(model, one) for one in (part.block, whole)))
+    )
+    attention = Exchanged(norm, into, out, inputs=[gather], outputs=[scatter])
+    experts = Exchanged(*work, inputs=[rows], outputs=[rows])
+    if experts.shared.seconds:
+        experts = dataclasses.replace(experts, inputs=[gather, rows], outputs=[rows, scatter])
+    early = dataclasses.replace(experts, outputs=[rows])
+    of_experts = lambda step: early if step.early else experts
+    return [attention if one.sublayers == (ATTENTION,) else of_experts(one) for one in steps]
 
 
-def _exchange_turns(steps: Sequence[Step], first: Exchanged, second: Exchanged) -> Iterator[Slot]:
+def _exchange_turns(first: Sequence[Exchanged], second: Sequence[Exchanged]) -> Iterator[Slot]:
     """The slots of two halves in turn, each beside the messages of the other: up to the last sublayer,
     whose output has nothing beside it.
     """
-    yield Slot(first.norm)
-    yield Slot(transfers=first.input_of(steps[0]))
-    padded = (None, *steps, None)
-    for place, step in enumerate(steps):
-        for own, other, at in ((first, second, place), (second, first, place + 1)):
-            # of the other half: the first half is one step ahead
-            before, following = padded[at : at + 2]
-            yield from _sublayer(own, step, own.shared, other, before=before, following=following)
+    turns = [*itertools.chain(*zip(first, second))]
+    yield Slot(turns[0].enter)
+    yield Slot(transfers=turns[0].inputs)
+    for before, own, following in zip((NONE, *turns), turns, (*turns[1:], NONE)):
+        yield from _sublayer(own, own.shared, before=before, following=following)
 
 
-def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
+def _exchange_slots(steps: Sequence[Step], sublayers: Sequence[Exchanged]) -> Iterator[Slot]:
     """The slots of a topology's steps, in their order, each beside the messages of its neighbours, if
     it does without them: up to the last sublayer, whose output has nothing beside it.
     """
+    before = NONE
     ready = False  # whether the step before has brought this one's input
-    for before, step, following in zip((None, *steps), steps, (*steps[1:], None)):
-        shared = part.shared if step.sublayers != (ATTENTION,) else Work()
+    for place, (step, own) in enumerate(zip(steps, sublayers)):
+        shared = own.shared
         if step.early:
-            yield Slot(part.shared)
+            yield Slot(shared)
             shared = Work()
-        if before is not None and not step.delay:
-            yield Slot(transfers=part.output_of(before))
-            yield Slot(_between(part, before, None))
-            before = None
+        if not step.delay:
+            yield Slot(transfers=before.outputs)
+            yield Slot(before.leave)
+            before = NONE
         if not ready:
-            yield Slot(_between(part, None, step))
-            *gathered, newest = part.input_of(step)
+            yield Slot(own.enter)
+            *gathered, newest = own.inputs
             yield Slot(transfers=gathered)
             yield Slot(shared, [newest])
             shared = Work()
-        ready = following is not None and following.reads_added
-        following = following if ready else None
-        yield from _sublayer(part, step, shared, part, before=before, following=following)
+        ready = any(following.reads_added for following in steps[place + 1 : place + 2])
+        following = sublayers[place + 1] if ready else NONE
+        yield from _sublayer(own, shared, before=before, following=following)
+        before = own
 
 
 def _sublayer(
-    own: Exchanged,
-    step: Step,
-    shared: Work,
-    other: Exchanged,
-    *,
-    before: Step | None,
-    following: Step | None,
+    own: Exchanged, shared: Work, *, before: Exchanged, following: Exchanged
 ) -> Iterator[Slot]:
-    """A step in two halves. Beside the first one the output of the other's step `before` arrives,
-    beside the second one the input of its step `following` is sent.
+    """A step in two parts. Beside the first one the output of `before` arrives, beside the second one
+    the input of `following` is sent.
     """
-    attends = step.sublayers == (ATTENTION,)
-    arriving = other.output_of(before) if before else ()
-    sent = other.input_of(following) if following else ()
-    yield Slot(own.into if attends else shared + own.first, arriving)
-    yield Slot(_between(other, before, following))
-    yield Slot(own.out if attends else own.last, sent)
-
-
-def _between(part: Exchanged, before: Step | None, following: Step | None) -> Work:
-    """What stands between the output of a step, arrived, and the input of the next one."""
-    collected = part.collect if before and before.sublayers != (ATTENTION,) else Work()
-    if following is None:
-        return collected
-    routed = Work() if following.sublayers == (ATTENTION,) else part.route
-    return collected + part.norm + routed
+    yield Slot(shared + own.first, before.outputs)
+    yield Slot(before.leave + following.enter)
+    yield Slot(own.second, following.inputs)
