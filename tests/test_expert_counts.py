@@ -226,11 +226,11 @@ def test_plan_holds_all_and_computes_the_active():
     request = plan_requests.make(
         model="qwen3-30b-a3b", target="v5p:4x4x4", tokens=64 * 4096, sequence=4096
     )
-    one = Candidate(MeshConfig(fsdp=16, tensor=4), Remat.NONE, False, 1, 4)
+    one = Candidate(request, MeshConfig(fsdp=16, tensor=4), Remat.NONE, False, 1, 4)
     shard = models.shard(QWEN, ranks=4)
     held = 48 * (shard.attention + D * E + 32 * 3 * D * M) + 2 * shard.vocabulary * D
-    assert memory.estimate(one, request=request).state == 12 * (held // 16)
-    forward, recomputed = plan_speed.flops(one, request=request)
+    assert memory.estimate(one).state == 12 * (held // 16)
+    forward, recomputed = plan_speed.flops(one)
     head = QWEN.vocab_size / 4 * D
     active = 48 * (shard.attention + D * E / 4 + K / 4 * 3 * D * M) + head
     scores = 48 * 2 * 8 * 128 * 4096 * 4097
@@ -240,7 +240,7 @@ def test_plan_holds_all_and_computes_the_active():
     # router on each rank, which counts once forward.
     kept = 48 * 8 * 128 * D + head - 48 * D * E * 3 / 4
     full = replace(one, remat=Remat.FULL)
-    assert plan_speed.flops(full, request=request)[1] == forward - 2 * 4096 * kept
+    assert plan_speed.flops(full)[1] == forward - 2 * 4096 * kept
     # Of more tokens than a chunk no rows are kept; the experts are computed again.
     large = replace(one, rows=4, accumulate=1)
-    assert plan_speed.flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M
+    assert plan_speed.flops(large)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M

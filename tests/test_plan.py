@@ -32,9 +32,11 @@ from tests.refusals import refused
 
 LARGE = dict(model="llama-3-70b", target="v5p:4x4x4", tokens=4_194_304, sequence=8192)
 FEW = dict(model="llama-3-70b", target="v5p:2x2x2", tokens=512, sequence=256)
-REDUCED = Candidate(MeshConfig(4, 4, 4), Remat.SAVE_MATMULS, False, 2, 16)
+REDUCED = Candidate(None, MeshConfig(4, 4, 4), Remat.SAVE_MATMULS, False, 2, 16)
 MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)
-EXCHANGED = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
+EXCHANGED = Candidate(
+    None, MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4
+)
 ROWS = 60 * math.ceil(1.25 * 2048 * 4 / 60)  # of a device: 2,048 tokens, of 60 experts 4 each
 COMPILED = study.load(plan_study.HERE / "results.json")["rows"]
 TOLERANCE = 0.2
@@ -44,7 +46,7 @@ TOLERANCE = 0.2
     "row", COMPILED, ids=lambda row: f"{row['model']}-{row['layers']}-{row['remat']}"
 )
 def test_estimates_are_near_what_compilers_take(row):
-    found = memory.estimate(plan_study.candidate(row), request=plan_study.requested(row))
+    found = memory.estimate(plan_study.candidate(row))
     assert found.device == pytest.approx(row["bytes_per_device"], rel=TOLERANCE)
     assert found.host == pytest.approx(row["host_bytes"], rel=TOLERANCE)
 
@@ -56,7 +58,7 @@ def test_every_plan_can_be_run(asked):
     """Its overrides make a configuration, of that many tokens, on as many devices as there are."""
     wanted = request.make(**asked)
     for plan in plans.answer(wanted, compiled=0).plans[::7]:
-        config = configured(plan.candidate, wanted)
+        config = configured(plan.candidate)
         assert config.mesh.size == wanted.target.count
         assert config.train.batch * config.train.sequence == asked["tokens"]
         assert (
@@ -71,8 +73,8 @@ def test_a_plan_of_a_file_replaces_what_the_file_says_of_the_mesh_and_the_stream
     file.write_text(f"model: {{preset: tiny}}\nmesh: {{data: 2, tensor: 4}}\ntrain: {{{split}}}")
     wanted = request.make(model=str(file), target="cpu:8", tokens=8192, sequence=512)
     for one in request.candidates(wanted)[::50]:
-        train = configured(one, wanted).train
-        assert train.loop is Loop.UNROLLED is one.run(wanted).train.loop
+        train = configured(one).train
+        assert train.loop is Loop.UNROLLED is one.run().train.loop
         assert train.collective_matmul is CollectiveMatmul.NONE
 
 
@@ -92,19 +94,17 @@ def test_a_file_that_trains_less_or_on_more_is_refused(setting, sections, tmp_pa
         request.make(model=str(file), target="cpu:8", tokens=8192, sequence=512)
 
 
-def configured(candidate, wanted):
+def configured(candidate):
     """The configuration that its overrides make."""
-    config = load(
-        wanted.name,
-        overrides=[f"{name}={value}" for name, value in candidate.overrides(wanted).items()],
-    )
-    check(config, candidate, wanted)
+    overrides = [f"{name}={value}" for name, value in candidate.overrides.items()]
+    config = load(candidate.request.name, overrides=overrides)
+    check(config, candidate)
     return config
 
 
-def check(config, candidate, wanted):
+def check(config, candidate):
     """It trains as the candidate says."""
-    planned = candidate.run(wanted).train
+    planned = candidate.run().train
     assert config.mesh == candidate.mesh
     for name in ("batch", "sequence", "remat", "accumulate", "sequence_parallel", "interleave"):
         assert getattr(config.train, name) == getattr(planned, name)
@@ -125,16 +125,16 @@ def test_halves_are_a_candidate_where_they_have_something_to_hide():
     halved = {one for one in every if one.interleave == 2}
     assert halved
     assert all(one.mesh.tensor > 1 and one.rows % 2 == 0 for one in halved)
-    assert candidates(**standard, interleave=Interleave.HALVES) == halved
+    asked = candidates(**standard, interleave=Interleave.HALVES)
+    assert set(map(str, asked)) == set(map(str, halved))
     assert {one.interleave for one in candidates(**LARGE, residual="no-communication")} == {1}
     assert {one.interleave for one in exchanging()} == {1, 2}
     # shared: with attention
     assert {one.interleave for one in exchanging(residual="farskip")} == {1}
 
 
-def timed(candidate, wanted):
-    size = memory.estimate(candidate, request=wanted)
-    return speed.speed(candidate, size, request=wanted)
+def timed(candidate):
+    return speed.speed(candidate, memory.estimate(candidate))
 
 
 @pytest.mark.parametrize(
@@ -142,16 +142,16 @@ def timed(candidate, wanted):
     [
         (dict(LARGE, residual="standard"), REDUCED, 0, 0.97),
         (LARGE, REDUCED, 1, 1.01),  # of a Ladder all is hidden as it is
-        (FEW, Candidate(MeshConfig(tensor=8), Remat.NONE, False, 2, 1), 1.05, 2),
+        (FEW, Candidate(None, MeshConfig(tensor=8), Remat.NONE, False, 2, 1), 1.05, 2),
         (dict(MOE, capacity=1.25, residual="standard"), EXCHANGED, 0, 1),
     ],
 )
 def test_what_halves_take(asked, whole, least, most):
     """Of the whole microbatch's time; they hide what Standard waits for, and cost at few rows."""
-    wanted = request.make(**asked)
+    whole = replace(whole, request=request.make(**asked))
     halves = replace(whole, interleave=2)
-    assert least < timed(halves, wanted).seconds / timed(whole, wanted).seconds < most
-    assert memory.estimate(whole, request=wanted) == memory.estimate(halves, request=wanted)
+    assert least < timed(halves).seconds / timed(whole).seconds < most
+    assert memory.estimate(whole) == memory.estimate(halves)
 
 
 def asked_of(prints, asked, *options):
@@ -179,13 +179,12 @@ def test_plans_that_exchange_experts():
     training configuration.
     """
     asked = dict(MOE, capacity=1.25, residual="farskip")
-    wanted = request.make(**asked)
     exchanged = exchanging(residual="farskip")
     split = [one for one in candidates(**asked) if one.sequence_parallel and not one.exchanges]
     reduces = lambda one: replace(one.mesh, experts=ExpertParallelism.REDUCE)
     assert {replace(one, mesh=reduces(one)) for one in exchanged} == set(split)
     for one in sorted(exchanged, key=str)[::9]:
-        assert configured(one, wanted).model == wanted.config
+        assert configured(one).model == one.request.config
 
 
 def test_plans_that_exchange_no_experts(tmp_path):
@@ -202,15 +201,15 @@ def test_what_exchanged_experts_compute_again_by_hand():
     """
     tokens = 2 * 4096
     d = 2048
-    wanted = request.make(**MOE, capacity=1.25, residual="ladder")
-    forward, recomputed = speed.flops(EXCHANGED, request=wanted)
-    head = 2 * tokens * wanted.config.vocab_size / 4 * d
+    none = replace(EXCHANGED, request=request.make(**MOE, capacity=1.25, residual="ladder"))
+    forward, recomputed = speed.flops(none)
+    head = 2 * tokens * none.request.config.vocab_size / 4 * d
     reduced = 2 * tokens * d * 512 + 2 * tokens * d * 5632 / 4
-    full = replace(EXCHANGED, remat=Remat.FULL)
+    full = replace(none, remat=Remat.FULL)
     copies = 2 * tokens * d * 60 * 3 / 4
     again = pytest.approx(forward - head - 4 * reduced + 4 * copies)
     assert recomputed == 0
-    assert speed.flops(full, request=wanted) == (forward, again)
+    assert speed.flops(full) == (forward, again)
 
 
 LINK = Link(latency=0.0, step=0.0, bandwidth=1e9)
@@ -239,9 +238,10 @@ TABLES = 2 * 128_256 * 4096
 
 
 def dense(mesh, *, residual="standard", remat=Remat.NONE, split=False):
-    """A candidate of two sequences at a time on 8 devices, and its request."""
+    """A candidate of two sequences at a time on 8 devices."""
     accumulate = 8 // (mesh.data * mesh.fsdp)
-    return Candidate(mesh, remat, split, 2, accumulate), request.make(**DENSE, residual=residual)
+    wanted = request.make(**DENSE, residual=residual)
+    return Candidate(wanted, mesh, remat, split, 2, accumulate)
 
 
 @pytest.mark.parametrize(
@@ -262,14 +262,14 @@ def test_the_transfers_of_a_step_by_hand(on, residual, split, reduced):
     """
     on()
     remat = Remat.FULL
-    candidate, asked = dense(MeshConfig(2, 2, 2), residual=residual, remat=remat, split=split)
+    candidate = dense(MeshConfig(2, 2, 2), residual=residual, remat=remat, split=split)
     half = TOKENS * 4096 * 2 / 2
     of_layers = reduced * (4.5 if split else 4) * half
     ends = 2 * 2 * half + 3 * 4 * TOKENS
     held = (2 * LAYER + TABLES) / 2
     weights = (2 + 2 + 4) * held / 2
     gradients = 4 * held / 2
-    found = timed(candidate, asked)
+    found = timed(candidate)
     transferred = 2 * (of_layers + ends + weights) + gradients
     assert found.seconds == pytest.approx(transferred / 1e9, rel=1e-4)
     assert found.exposed == pytest.approx(found.seconds)
@@ -279,7 +279,7 @@ def test_the_operations_of_recomputation_by_hand(on):
     """Without transfers. Reduced sums are kept, and so attention's and the MLP's last products."""
     on(flops=1e12)
     kinds = (Remat.NONE, Remat.SAVE_MATMULS, Remat.FULL)
-    none, save, full = (timed(*dense(MeshConfig(8), remat=one)) for one in kinds)
+    none, save, full = (timed(dense(MeshConfig(8), remat=one)) for one in kinds)
     scores = 2 * 4 * TOKENS * 4096 * 1025 / 2
     products = 2 * 2 * TOKENS * 4096 * (4096 + 2 * 1024 + 2 * 14_336)
     gradients = 2 * 7 / 8 * 4 * (2 * LAYER + TABLES) / 1e9
@@ -291,8 +291,8 @@ def test_the_operations_of_recomputation_by_hand(on):
     assert full.seconds - none.seconds == pytest.approx((scores + products) / 1e12)
     assert full.recomputed == pytest.approx((scores + products) / (3 * forward))
     assert full.mfu == pytest.approx(3 * forward / 1e12 / full.seconds)
-    copied, wanted = dense(MeshConfig(tensor=16))  # each of 8 key/value heads twice
-    assert 16 * speed.flops(copied, request=wanted)[0] == pytest.approx(forward)
+    copied = dense(MeshConfig(tensor=16))  # each of 8 key/value heads twice
+    assert 16 * speed.flops(copied)[0] == pytest.approx(forward)
 
 
 @pytest.mark.parametrize("rate", [1e6, 1e12])
@@ -300,9 +300,9 @@ def test_copies_to_the_host_by_hand(on, monkeypatch, rate):
     """They begin with the microbatch, and go both ways."""
     on(flops=1e12)
     monkeypatch.setitem(speed.HOST, "tpu", rate)
-    full, offload = (timed(*dense(MeshConfig(8), remat=one)) for one in (Remat.FULL, Remat.OFFLOAD))
-    candidate, asked = dense(MeshConfig(8), remat=Remat.OFFLOAD)
-    copied = 2 * memory.estimate(candidate, request=asked).host / rate
+    full, offload = (timed(dense(MeshConfig(8), remat=one)) for one in (Remat.FULL, Remat.OFFLOAD))
+    candidate = dense(MeshConfig(8), remat=Remat.OFFLOAD)
+    copied = 2 * memory.estimate(candidate).host / rate
     computed = full.seconds - full.exposed
     assert offload.seconds == pytest.approx(full.seconds + max(0.0, copied - computed))
 
@@ -321,10 +321,8 @@ def test_what_recomputation_of_exchanged_experts_sends_again_by_hand(on):
     on()
     half = 3 / 4 * 8192 * 2048 * 2
     rows = 3 / 4 * ROWS * 2048 * 2
-    asked = request.make(**MOE, capacity=1.25, residual="standard")
-    once, again = (
-        timed(replace(EXCHANGED, remat=remat), asked).seconds for remat in (Remat.NONE, Remat.FULL)
-    )
+    none = replace(EXCHANGED, request=request.make(**MOE, capacity=1.25, residual="standard"))
+    once, again = (timed(one).seconds for one in (none, replace(none, remat=Remat.FULL)))
     assert again - once == pytest.approx(4 * 4 * (half + 2 * rows) / 1e9)
 
 
@@ -348,9 +346,9 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
     asked = dict(model="tiny-moe", target="cpu:2", tokens=256, sequence=64)
     wanted = request.make(**asked, layers=1, capacity=2.0)
     for form in ExpertParallelism:
-        one = Candidate(MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1)
+        one = Candidate(wanted, MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1)
         with pytest.raises(ZeroDivisionError):
-            confirm.confirm(one, request=wanted)
+            confirm.confirm(one)
     assert defined == [(wanted.config, form) for form in ExpertParallelism]
 
 
@@ -379,7 +377,7 @@ def test_the_recipe_is_the_recommended_plan():
     best = plans.answer(wanted, compiled=0).plans[0]
     assert best.fits
     assert config.model == wanted.config
-    check(config, best.candidate, wanted)
+    check(config, best.candidate)
 
 
 def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
@@ -392,7 +390,7 @@ def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
         compiled(90 * 2**30),
     ]
     asked = []
-    confirm = lambda candidate, request: asked.append(candidate) or answers[len(asked) - 1]
+    confirm = lambda candidate: asked.append(candidate) or answers[len(asked) - 1]
     monkeypatch.setattr(plans, "confirm", confirm)
     found = plans.answer(request.make(**LARGE), compiled=1)
     assert [plan.candidate for plan in found.refused] == asked[:2]

@@ -22,7 +22,7 @@ FOUND = "bytes_per_device host_bytes temporary_bytes jax compiler refusal".split
 
 
 def measured(row: dict) -> dict:
-    found = confirm.confirm(candidate(row), request=requested(row))
+    found = confirm.confirm(candidate(row))
     sizes = found.device, found.host, found.temporaries
     return dict(zip(FOUND, (*sizes, found.jax, found.compiler, found.refusal)))
 
@@ -33,9 +33,12 @@ def requested(row: dict) -> request.Request:
 
 def candidate(row: dict) -> Candidate:
     mesh = MeshConfig(*row["mesh"], experts=row.get("experts", "reduce"))
-    rows = requested(row).sequences // (mesh.data * mesh.fsdp) // row["accumulate"]
+    asked = requested(row)
+    rows = asked.sequences // (mesh.data * mesh.fsdp) // row["accumulate"]
     form = dict(sequence_parallel=row["sequence_parallel"], interleave=row.get("interleave", 1))
-    return Candidate(mesh, Remat(row["remat"]), rows=rows, accumulate=row["accumulate"], **form)
+    return Candidate(
+        asked, mesh, Remat(row["remat"]), rows=rows, accumulate=row["accumulate"], **form
+    )
 
 
 def tables(rows: list[dict]) -> dict[str, str]:
@@ -44,7 +47,7 @@ def tables(rows: list[dict]) -> dict[str, str]:
     halves = []
     for row in rows:
         one = candidate(row)
-        found = memory.estimate(one, request=requested(row))
+        found = memory.estimate(one)
         size = row["bytes_per_device"]
         sizes = [gib(size), gib(found.device), f"{found.device / size - 1:+.0%}"]
         if "experts" in row:

@@ -7,7 +7,7 @@ import time
 
 from ladder_jax.config import from_dict, to_dict
 from ladder_jax.overlap import compile as compiling
-from ladder_jax.plan.request import Candidate, Request
+from ladder_jax.plan.request import Candidate
 from ladder_jax.schedule import targets
 
 
@@ -41,11 +41,12 @@ class Confirmed:
         return self.arguments + self.temporaries + self.outputs + self.code
 
 
-def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
+def confirm(candidate: Candidate) -> Confirmed:
     """The compiler's memory analysis, from the cache if possible. Raises UserError if the compiler
     is missing.
     """
-    step = {"target": request.target.name, "run": to_dict(candidate.run(request))}
+    request = candidate.request
+    step = {"target": request.target.name, "run": to_dict(candidate.run())}
     label = f"{candidate}; {request.config.num_layers} layers of {request.name} for {request.target.name}"
     sources = (*compiling.SOURCES, *compiling.TRAINING, "overlap/programs.py", "plan/confirm.py")
     return compiling.recorded(

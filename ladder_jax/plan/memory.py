@@ -24,7 +24,7 @@ import dataclasses
 
 from ladder_jax.config import ModelConfig, Remat
 from ladder_jax.nn.experts import CHUNK
-from ladder_jax.plan.request import Candidate, Request
+from ladder_jax.plan.request import Candidate
 from ladder_jax.predict.program import layers_of
 from ladder_jax.predict.work import FLOAT32, Block, Model, size_of
 from ladder_jax.residual import Step
@@ -47,14 +47,14 @@ class Memory:
         return self.state + self.gradients + self.weights + self.kept + self.working
 
 
-def estimate(candidate: Candidate, *, request: Request) -> Memory:
+def estimate(candidate: Candidate) -> Memory:
     mesh = candidate.mesh
-    model, block = candidate.microbatch(request)
+    model, block = candidate.microbatch
     parameters = model.parameters // mesh.fsdp
     kept = kept_activations(candidate, model, block)
     several = candidate.accumulate > 1
     offloaded = candidate.remat is Remat.OFFLOAD
-    layer = models.largest_layer(request.config, ranks=mesh.tensor)
+    layer = models.largest_layer(model.config, ranks=mesh.tensor)
     size = model.element_bytes
     weights = layer * (size + FLOAT32) + model.tables * size
     if mesh.fsdp > 1:

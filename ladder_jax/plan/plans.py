@@ -3,7 +3,8 @@ the plans.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 
 from ladder_jax import terminal
 from ladder_jax.config import PRESETS, is_file
@@ -45,15 +46,18 @@ def run(args: dict) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """limit: bytes of a device's memory, None if unknown (CPU). confirmed: None if the plan was not
-    compiled.
-    """
+    """confirmed: None if the plan was not compiled."""
 
     candidate: Candidate
-    memory: Memory
-    speed: Speed
-    limit: int | None
     confirmed: Confirmed | None = None
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        return memory.estimate(self.candidate)
+
+    @functools.cached_property
+    def speed(self) -> Speed:
+        return speed.speed(self.candidate, self.memory)
 
     @property
     def bytes(self) -> int:
@@ -64,7 +68,8 @@ class Plan:
     def fits(self) -> bool:
         if self.confirmed is not None and self.confirmed.refusal:
             return False
-        return self.limit is None or self.bytes <= self.limit
+        limit = self.candidate.request.target.memory  # None of a CPU
+        return limit is None or self.bytes <= limit
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -79,6 +84,26 @@ class Plan:
             f"{speed.recomputed:.0%}",
         )
 
+    def as_dict(self) -> dict:
+        candidate = self.candidate
+        confirmed = self.confirmed
+        return {
+            "mesh": candidate.mesh.axes,
+            "experts": candidate.mesh.experts.value,
+            "remat": candidate.remat.value,
+            "sequence_parallel": candidate.sequence_parallel,
+            "microbatch": candidate.rows,
+            "accumulate": candidate.accumulate,
+            "interleave": candidate.interleave,
+            "overrides": candidate.overrides,
+            "fits": self.fits,
+            "bytes_estimated": self.memory.device,
+            "bytes_estimated_by_part": dataclasses.asdict(self.memory),
+            "bytes_per_device": confirmed and confirmed.device,
+            "compiled": confirmed and dataclasses.asdict(confirmed),
+            **dataclasses.asdict(self.speed),
+        }
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Answer:
@@ -86,13 +111,13 @@ class Answer:
 
     plans: all that fit; the first one is recommended. refused: plans whose compiled step does not
         fit.
-    sizes: the estimated memory of every candidate.
+    considered: a plan of every candidate.
     """
 
     request: Request
     plans: tuple[Plan, ...]
     refused: tuple[Plan, ...]
-    sizes: Mapping[Candidate, Memory]
+    considered: Sequence[Plan]
 
     def as_dict(self) -> dict:
         """The JSON object. Bytes are of one device, seconds of one optimizer step."""
@@ -105,9 +130,9 @@ class Answer:
             "tokens": request.tokens,
             "sequence": request.sequence,
             "device_memory": request.target.memory,
-            "considered": len(self.sizes),
-            "plans": [_plan(plan, request) for plan in self.plans],
-            "refused": [_plan(plan, request) for plan in self.refused],
+            "considered": len(self.considered),
+            "plans": [plan.as_dict() for plan in self.plans],
+            "refused": [plan.as_dict() for plan in self.refused],
         }
 
     def lines(self) -> list:
@@ -125,16 +150,16 @@ class Answer:
             estimated = plan.memory.device / GIB
             refused.append(f"too large: {plan.candidate}: {reason} (estimated {estimated:.1f})")
         if not self.plans:
-            least = min(size.device for size in self.sizes.values())
+            least = min(plan.bytes for plan in self.considered)
             return [
                 "nothing fits: take more devices, shorter sequences or a smaller model",
-                f"reason    of {len(self.sizes)} candidates the smallest is estimated at {least / GIB:.1f} GiB",
+                f"reason    of {len(self.considered)} candidates the smallest is estimated at {least / GIB:.1f} GiB",
                 title,
                 *refused,
             ]
         best = self.plans[0]
         size = f"{best.bytes / GIB:.1f} GiB, {'compiled' if best.confirmed else 'estimated'}"
-        overrides = best.candidate.overrides(request)
+        overrides = best.candidate.overrides
         changes = " ".join(f"{name}={value}" for name, value in overrides.items())
         nominal = "note      a simulated device has no memory limit, and its speed here is nominal"
         return [
@@ -142,7 +167,8 @@ class Answer:
             f"reason    it fits ({size}), and has the fastest estimate: {number(best.speed.seconds)} s a step",
             title,
             Table(COLUMNS, [plan.cells for plan in _shown(self.plans)], left=COLUMNS[:3]),
-            f"{len(self.plans)} of {len(self.sizes)} candidates fit: the fastest microbatch of up to {SHOWN} is shown",
+            f"{len(self.plans)} of {len(self.considered)} candidates fit: the fastest microbatch of up to {SHOWN} is"
+            " shown",
             *refused,
             "dxfxt: mesh.data x fsdp x tensor; rows: sequences in a microbatch of one batch shard, in turn: as two"
             " halves (train.interleave=2); accumulate: microbatches per step; GiB of a device: = from the compiler's"
@@ -161,44 +187,19 @@ def answer(request: Request, *, compiled: int) -> Answer:
     If a compiled plan is too large, the next one is compiled. Raises UserError if the compiler is
     missing.
     """
-    sizes = {one: memory.estimate(one, request=request) for one in candidates(request)}
-    limit = request.target.memory
-    fitting = [
-        Plan(one, size, speed.speed(one, size, request=request), limit)
-        for one, size in sizes.items()
-        if limit is None or size.device <= limit
-    ]
+    considered = [Plan(one) for one in candidates(request)]
     # among equally fast ones, first those with less memory
-    fitting.sort(key=lambda plan: (round(plan.speed.seconds, 6), plan.memory.device))
+    pace = lambda plan: (round(plan.speed.seconds, 6), plan.bytes)
+    fitting = sorted((plan for plan in considered if plan.fits), key=pace)
     confirmed = []
     refused = []
     while fitting and len(confirmed) < compiled:
         plan = fitting.pop(0)
-        plan = dataclasses.replace(plan, confirmed=confirm(plan.candidate, request=request))
+        plan = Plan(plan.candidate, confirm(plan.candidate))
         (confirmed if plan.fits else refused).append(plan)
         if len(refused) > MOST_REFUSED:
             break
-    return Answer(request, (*confirmed, *fitting), tuple(refused), sizes)
-
-
-def _plan(plan: Plan, request: Request) -> dict:
-    candidate = plan.candidate
-    return {
-        "mesh": candidate.mesh.axes,
-        "experts": candidate.mesh.experts.value,
-        "remat": candidate.remat.value,
-        "sequence_parallel": candidate.sequence_parallel,
-        "microbatch": candidate.rows,
-        "accumulate": candidate.accumulate,
-        "interleave": candidate.interleave,
-        "overrides": candidate.overrides(request),
-        "fits": plan.fits,
-        "bytes_estimated": plan.memory.device,
-        "bytes_estimated_by_part": dataclasses.asdict(plan.memory),
-        "bytes_per_device": None if plan.confirmed is None else plan.confirmed.device,
-        "compiled": None if plan.confirmed is None else dataclasses.asdict(plan.confirmed),
-        **dataclasses.asdict(plan.speed),
-    }
+    return Answer(request, (*confirmed, *fitting), tuple(refused), considered)
 
 
 def _training(name: str) -> str:

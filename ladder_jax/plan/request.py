@@ -115,13 +115,14 @@ def make(
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to train a model on a target. mesh: with the form of expert parallelism.
+    """One way to train a request's model on its target. mesh: with the form of expert parallelism.
 
     rows: the microbatch of one data x fsdp shard, in sequences. accumulate: number of microbatches
         per step.
     interleave: 2 for two halves of the microbatch in turn.
     """
 
+    request: Request
     mesh: MeshConfig
     remat: Remat
     sequence_parallel: bool
@@ -147,13 +148,15 @@ class Candidate:
         """Whether the ranks exchange the rows of experts."""
         return self.mesh.experts is ExpertParallelism.EXCHANGE
 
-    def microbatch(self, request: Request) -> tuple[Model, Block]:
+    @property
+    def microbatch(self) -> tuple[Model, Block]:
         """One device's shard, and the tokens that it computes at once."""
-        model = Model(request.config, self.mesh.tensor, trains=True)
-        return model, model.prefill(rows=self.rows, prompt_length=request.sequence)
+        model = Model(self.request.config, self.mesh.tensor, trains=True)
+        return model, model.prefill(rows=self.rows, prompt_length=self.request.sequence)
 
-    def run(self, request: Request) -> RunConfig:
+    def run(self) -> RunConfig:
         """As `ladder-jax train` takes it. Raises UserError where it trains no such thing."""
+        request = self.request
         train = dataclasses.replace(
             request.given.train,
             start=None,
@@ -168,13 +171,14 @@ class Candidate:
         )
         return RunConfig(model=request.config, mesh=self.mesh, train=train)
 
-    def overrides(self, request: Request) -> dict[str, str]:
+    @property
+    def overrides(self) -> dict[str, str]:
         """Settings for `ladder-jax train`, by dotted name: of the mesh, the stream and halves those
         that differ from the request's `given`.
         """
-        found = dict(request.changes)
-        planned = to_dict(self.run(request))
-        given = to_dict(request.given)
+        found = dict(self.request.changes)
+        planned = to_dict(self.run())
+        given = to_dict(self.request.given)
         for section, name in SETTINGS:
             value = planned[section][name]
             if name in ALWAYS or value != given[section][name]:
@@ -199,10 +203,10 @@ def candidates(request: Request) -> list[Candidate]:
         for remat, (form, split), rows, interleave in itertools.product(
             Remat, streams, _divisors(share), interleaves
         ):
-            one = Candidate(form, remat, split, rows, share // rows, interleave)
+            one = Candidate(request, form, remat, split, rows, share // rows, interleave)
             # Halves of an odd number of rows are of their sequences: `train` has them, no plan.
             halved = mesh.tensor > 1 and rows % 2 == 0
-            if (interleave == 1 or halved) and passes(one.run, request):
+            if (interleave == 1 or halved) and passes(one.run):
                 result.append(one)
     devices = f"{request.target.name}'s {request.target.count} devices"
     count = f"{request.sequences} sequences of {request.sequence}"
@@ -237,15 +241,15 @@ def uses_whole_torus_axes(target: Target, mesh: MeshConfig) -> bool:
     """
     if target.platform != "tpu" or target.kind == "v5e":
         return True
-    torus = [int(size) for size in target.shape.split("x")]
-    torus.append(target.count // math.prod(torus))  # devices per chip
-    sizes = list(mesh.axes.values())
-    product = lambda axis, places: math.prod(
-        size for size, place in zip(torus, places) if place == axis
-    )
-    # of each side of the torus, a mesh axis
-    assignments = itertools.product(range(3), repeat=len(torus))
-    return any([product(axis, places) for axis in range(3)] == sizes for places in assignments)
+    sides = [int(size) for size in target.shape.split("x")]
+    reached = {(1, 1, 1)}  # sizes of data, fsdp and tensor: each side belongs to one of them
+    for side in (*sides, target.count // math.prod(sides)):  # and the devices of a chip
+        reached = {
+            (*sizes[:axis], sizes[axis] * side, *sizes[axis + 1 :])
+            for sizes in reached
+            for axis in range(3)
+        }
+    return (mesh.data, mesh.fsdp, mesh.tensor) in reached
 
 
 def _divisors(number: int) -> list[int]:

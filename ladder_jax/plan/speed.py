@@ -18,14 +18,14 @@ from ladder_jax.config import Remat
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.experts import CHUNK
 from ladder_jax.plan.memory import Memory
-from ladder_jax.plan.request import Candidate, Request
+from ladder_jax.plan.request import Candidate
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.layers import every_kernel
 from ladder_jax.predict.machine import NCCL, Link, Machine, Network
 from ladder_jax.predict.model import run_by, split_weights
 from ladder_jax.predict.program import Program, form_of
 from ladder_jax.predict.timeline import Slot, Work, play_slots
-from ladder_jax.predict.work import Block, Recompute, Task
+from ladder_jax.predict.work import Recompute, Task
 from ladder_jax.schedule.targets import Target
 
 # GPUs per node, and bytes a second of each GPU between nodes: NVIDIA DGX H100 and B200 data sheets.
@@ -65,15 +65,16 @@ def machine_of(target: Target) -> Machine:
     return dataclasses.replace(machine, link=dataclasses.replace(machine.link, network=network))
 
 
-def speed(candidate: Candidate, memory: Memory, *, request: Request) -> Speed:
+def speed(candidate: Candidate, memory: Memory) -> Speed:
     """memory: the candidate's estimate."""
-    machine = machine_of(request.target)
-    data = _link(machine, within=request.target.count)
-    seconds, exposed = microbatch(candidate, memory, request=request)
+    target = candidate.request.target
+    machine = machine_of(target)
+    data = _link(machine, within=target.count)
+    seconds, exposed = microbatch(candidate, memory)
     gradients = data.all_reduce(memory.state / 3, ranks=candidate.mesh.data)
     optimizer = machine.seconds(size=2 * memory.state)
     total = candidate.accumulate * seconds + gradients + optimizer
-    forward, recomputed = flops(candidate, request=request)
+    forward, recomputed = flops(candidate)
     return Speed(
         total,
         candidate.accumulate * exposed + gradients,
@@ -82,16 +83,17 @@ def speed(candidate: Candidate, memory: Memory, *, request: Request) -> Speed:
     )
 
 
-def microbatch(candidate: Candidate, memory: Memory, *, request: Request) -> tuple[float, float]:
+def microbatch(candidate: Candidate, memory: Memory) -> tuple[float, float]:
     """Seconds of a microbatch, and those of them that transfers add."""
-    machine = machine_of(request.target)
-    model, block = candidate.microbatch(request)
-    task = Task(model, machine, block, recompute=recomputed_by(candidate, block))
+    target = candidate.request.target
+    machine = machine_of(target)
+    model, block = candidate.microbatch
+    task = Task(model, machine, block, recompute=recomputed_by(candidate))
     form = form_of(candidate.mesh.experts, sequence_parallel=candidate.sequence_parallel)
     program = Program(form, NCCL, interleave=candidate.interleave)
     one = _of_pass(task, program)
     weights = _of_weights(task, candidate.mesh.fsdp)
-    copies = 2 * memory.host / HOST[request.target.platform]
+    copies = 2 * memory.host / HOST[target.platform]
     slot = Slot(Work(one.seconds + weights), [copies])
     whole = play_slots([slot], contention=machine.contention)
     return whole.seconds, one.exposed + weights + whole.exposed
@@ -120,8 +122,8 @@ def _link(machine: Machine, *, within: int) -> Link:
     return dataclasses.replace(link, bandwidth=link.network.bandwidth, network=None)
 
 
-def recomputed_by(candidate: Candidate, block: Block) -> Recompute:
-    """What the backward pass of a microbatch, `block`, recomputes.
+def recomputed_by(candidate: Candidate) -> Recompute:
+    """What the backward pass of a microbatch recomputes.
 
     Of a split stream every second input, a layer's last, is gathered once more. Of routed experts
     no rows are kept if there are more tokens than a chunk; their outputs are computed again for the
@@ -130,7 +132,7 @@ def recomputed_by(candidate: Candidate, block: Block) -> Recompute:
     remat = candidate.remat
     whole = remat in (Remat.FULL, Remat.OFFLOAD)
     kernels = SUBLAYERS if whole else CHEAP if remat is Remat.SAVE_MATMULS else frozenset()
-    chunked = block.size > CHUNK and not candidate.exchanges
+    chunked = candidate.microbatch[1].size > CHUNK and not candidate.exchanges
     return Recompute(
         kernels | ROUTED if whole or chunked else kernels,
         gathers=0.5 if candidate.sequence_parallel and remat is not Remat.NONE else 0.0,
@@ -138,14 +140,14 @@ def recomputed_by(candidate: Candidate, block: Block) -> Recompute:
     )
 
 
-def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
+def flops(candidate: Candidate) -> tuple[float, float]:
     """FLOPs of a microbatch on one device: its share of the model's forward pass, without what ranks
     add (copies of key/value heads, more padding of the vocabulary), and of recomputation in the
     backward pass; of exchanged rows without the empty slots.
     """
-    model, block = candidate.microbatch(request)
+    model, block = candidate.microbatch
     whole = dataclasses.replace(model, ranks=1)
-    repeated = recomputed_by(candidate, block).kernels
+    repeated = recomputed_by(candidate).kernels
     forward = sum(count * kernel.flops for count, kernel in every_kernel(whole, block))
     recomputed = sum(
         count * kernel.flops
