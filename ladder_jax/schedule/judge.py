@@ -9,16 +9,15 @@ the compiler generated, from its kind and its mesh axes.
 """
 
 import contextlib
-import numbers
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ladder_jax import scopes
-from ladder_jax.errors import UserError, described, unknown, whole
+from ladder_jax.errors import UserError, described, whole
 from ladder_jax.schedule import collectives, hlo, rings
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.cost import SUBLAYERS, Costs, sublayer_of
+from ladder_jax.schedule.cost import Costs, sublayer_of
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Program
 from ladder_jax.schedule.report import Report, Role, Transfer
@@ -42,9 +41,7 @@ PURPOSES = {  # by named scope; the first scope that the name contains counts
 }
 
 
-def audit(
-    fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] | None = None
-) -> Report:
+def audit(fn_or_compiled: Any, *args: Any) -> Report:
     """Report which of a program's reductions the compiler hides under compute.
 
         options = topology.compile_options(mesh, phase="prefill")  # of residual.topology(...)
@@ -60,16 +57,16 @@ def audit(
     In a function built on `ladder_jax.residual`, `Report.reductions` are those that its topology
     launched, and `Report.others` are all other collectives, such as the all-reduces of norm gains'
     gradients. In any other function `reductions` are all all-reduces and reduce-scatters, on every
-    mesh axis. The window of a reduction is measured in sublayers: by `sublayer_flops`, or by
-    default by the program's matmul FLOPs over the number of its reductions (see `read`).
+    mesh axis. The window of a reduction is measured in sublayers: by the program's matmul FLOPs over
+    the number of its reductions.
     """
     text = (
         fn_or_compiled if isinstance(fn_or_compiled, str) else _compiled_text(fn_or_compiled, args)
     )
-    return read(hlo.parse(text), sublayer_flops=sublayer_flops)
+    return read(hlo.parse(text))
 
 
-def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings: Any) -> Report:
+def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1) -> Report:
     """Raise AssertionError, naming the reductions, if more than `exposed` are not hidden, if any is
     merged, or if the program has a collective in an unknown form.
 
@@ -77,7 +74,7 @@ def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings:
     are those of `audit`.
     """
     exposed = whole("exposed", exposed, least=0)
-    report = audit(fn_or_compiled, *args, **settings)
+    report = audit(fn_or_compiled, *args)
     if report.unknown:
         raise AssertionError(f"not counted, as their form is unknown: {', '.join(report.unknown)}")
     if report.all_reduces == 0:
@@ -132,7 +129,7 @@ def _names_in_cache_key() -> Iterator[None]:
 def read(
     program: Program,
     *,
-    sublayer_flops: Mapping[str, float] | None = None,
+    sublayer_flops: Mapping[str, float] = {},
     experts: Experts | None = None,
     launched_only: bool = False,
 ) -> Report:
@@ -147,14 +144,7 @@ def read(
         number of reductions.
     experts: the model's (see `cost.Costs`).
     """
-    flops = {} if sublayer_flops is None else sublayer_flops
-    if not isinstance(flops, Mapping):
-        raise UserError(f"sublayer_flops must be a dict, not {described(flops)}")
-    for name, of_one in flops.items():
-        if name not in SUBLAYERS:
-            raise unknown("sublayer", name, SUBLAYERS)
-        if not isinstance(of_one, numbers.Real) or not of_one > 0:
-            raise UserError(f"sublayer_flops of {name} must be above 0, not {described(of_one)}")
+    flops = sublayer_flops
     costs = Costs(program, experts=experts)
     found = rings.joined(collectives.find(costs), costs=costs)
     ours = found if flops else []  # programs whose layers may gather their weights
