@@ -44,7 +44,8 @@ class Request:
     model: str
     shape: ModelConfig
     residuals: tuple[str, ...]
-    batches: tuple[int, ...] = (1, 4, 16, 64)
+    batches: tuple[int, ...]
+    interleaves: tuple[int, ...]
     prompt_length: int = 1024
     new_tokens: int = 512
     tensor: int | None = None
@@ -52,7 +53,6 @@ class Request:
     repeats: int = 10
     layers: int | None = None
     share: int | None = None
-    interleaves: tuple[int, ...] = (1,)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -92,30 +92,23 @@ def make(
     *,
     model: str,
     residual: str,
-    batch: str | None = None,
-    interleave: str | None = None,
+    batch: str = "1,4,16,64",
+    interleave: str = "1",
     **numbers: int | None,
 ) -> Request:
-    """A checked request. numbers: its other fields; None gives a default. Raises UserError for an
-    invalid request.
+    """A checked request. numbers: its other fields; None gives a default. A value that stands twice
+    in a list counts once. Raises UserError for an invalid request.
     """
     shape = models.by_name(model, verb="bench")
-    settings = not_none(numbers)
-    for option, field, text in (
-        ("batch", "batches", batch),
-        ("interleave", "interleaves", interleave),
-    ):
-        if text is not None:
-            settings[field] = tuple(_positive(option, word) for word in text.split(","))
-    residuals = tuple(residual.split(","))
-    request = Request(model=model, shape=shape, residuals=residuals, **settings)
-    for option, values in (
-        ("residual", request.residuals),
-        ("batch", request.batches),
-        ("interleave", request.interleaves),
-    ):
-        twice = f"--{option} has a value twice: {','.join(map(str, values))}"
-        check(len(set(values)) == len(values), twice)
+    residuals = tuple(dict.fromkeys(residual.split(",")))
+    request = Request(
+        model=model,
+        shape=shape,
+        residuals=residuals,
+        batches=_positive("batch", batch),
+        interleaves=_positive("interleave", interleave),
+        **not_none(numbers),
+    )
     check(
         request.new_tokens > 1,
         "--new-tokens must be at least 2, not 1: the first one is the prefill's",
@@ -145,8 +138,9 @@ def on_devices(request: Request, *, count: int) -> Request:
     return dataclasses.replace(request, tensor=tensor)
 
 
-def _positive(option: str, word: str) -> int:
-    """`word` as an integer above 0. Raises UserError otherwise."""
-    number = natural(word.strip())
-    check(number > 0, f"--{option} must be positive numbers, as in 1,4,16, not {word!r}")
-    return number
+def _positive(option: str, words: str) -> tuple[int, ...]:
+    """The integers above 0 in a list. Raises UserError for any other word."""
+    for word in words.split(","):
+        allowed = f"--{option} must be positive numbers, as in 1,4,16, not {word!r}"
+        check(natural(word.strip()) > 0, allowed)
+    return tuple(dict.fromkeys(map(int, words.split(","))))

@@ -381,8 +381,11 @@ VERBS = {
         {
             "--model MODEL": needed("a preset, a config file, or any model; weights are random"),
             "--residual NAME[,NAME]": needed("standard, ladder, ladder-fresh, ..."),
-            "--batch B[,B]": "rows at once (default 1,4,16,64)",
-            "--interleave N[,N]": "1,2 times each prefill as a whole batch and in two halves (default 1)",
+            "--batch B[,B]": dict(default="1,4,16,64", help="rows at once (default 1,4,16,64)"),
+            "--interleave N[,N]": dict(
+                default="1",
+                help="1,2 times each prefill as a whole batch and in two halves (default 1)",
+            ),
             "--prompt-length P": count("tokens a row in the prompt (default 1024)"),
             "--new-tokens G": count("tokens a row to generate (default 512)"),
             "--tensor N": count("tensor-parallel devices (default: all)"),
