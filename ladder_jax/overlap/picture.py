@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from ladder_jax import files
 from ladder_jax.config import Loop
-from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import compile as compiling, request as requests
@@ -34,22 +33,6 @@ LEGEND = {
 }
 
 
-def check_drawn(request: Request) -> None:
-    """Raises UserError for a request without a timeline."""
-    check(
-        request.target.kind in HARDWARE,
-        f"{request.target.kind} hides nothing, so there is no timeline: choose a TPU or GPU target",
-    )
-    check(
-        request.layers >= DRAWN,
-        f"a timeline shows two consecutive inner layers: it needs --layers {DRAWN} or more",
-    )
-    check(
-        request.ladder_layers in (None, "all"),
-        f"a timeline shows layers of one kind: leave --ladder-layers {request.ladder_layers} out",
-    )
-
-
 def timelines(request: Request) -> dict[str, list[Bar]]:
     """Simulated timelines of DRAWN unrolled layers of the programs in `drawn`, by their names."""
     bars = {}
@@ -65,7 +48,7 @@ def timelines(request: Request) -> dict[str, list[Bar]]:
 
 def drawn(request: Request) -> dict[str, Request]:
     """Standard, Standard in two halves where the phase and the settings have them, and the
-    request's own program.
+    request's own program: each of DRAWN layers, and of one kind.
     """
     own = dataclasses.replace(request, layers=DRAWN, loop=Loop.UNROLLED, ladder_layers=None)
     standard = dataclasses.replace(own, residual="standard", interleave=1)

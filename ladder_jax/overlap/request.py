@@ -16,7 +16,6 @@ from ladder_jax.config import (
     Remat,
     RunConfig,
     TrainConfig,
-    check_interleave,
     preset,
     recipe,
     to_dict,
@@ -164,10 +163,9 @@ def check_request(request: Request) -> None:
     fsdp = request.fsdp
     target = request.target
     phase = request.phase
-    product = f"--tensor {tensor}" + (f" x --fsdp {fsdp}" if fsdp > 1 else "")
     check(
         tensor * fsdp <= target.count,
-        f"{product} is more than the {target.count} devices of {target.name}",
+        f"--tensor {tensor} x --fsdp {fsdp} is more than the {target.count} devices of {target.name}",
     )
     check(
         fsdp == 1 or request.trains,
@@ -177,16 +175,10 @@ def check_request(request: Request) -> None:
         phase is not Phase.DECODE or request.interleave == 1,
         "--interleave 2 is for train and prefill: a decode step has too few rows to halve",
     )
-    if request.sequence_parallel:
-        check(
-            phase is not Phase.DECODE,
-            "--sequence-parallel is for train and prefill: a decode step has one position a row",
-        )
-        check(
-            request.prompt_length % tensor == 0,
-            f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}",
-        )
-    check_interleave(request.interleave)
+    check(
+        phase is not Phase.DECODE or not request.sequence_parallel,
+        "--sequence-parallel is for train and prefill: a decode step has one position a row",
+    )
     if request.trains:
         check(
             request.launch is not Launch.EXPLICIT,

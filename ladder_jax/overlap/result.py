@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from ladder_jax import files, terminal
 from ladder_jax.config import Phase
+from ladder_jax.config.fields import check
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import compile as compiling, picture, request as requests
 from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
@@ -27,8 +29,12 @@ def run(args: dict) -> None:
     files.check_picture("plot", args["plot"])
     files.check_writable("trace", args["trace"], endings=(".json",))
     request = requests.make(**{name: args[name] for name in OPTIONS})
-    if args["plot"] or args["trace"]:
-        picture.check_drawn(request)
+    drawn = args["plot"] or args["trace"]
+    kind = request.target.kind
+    check(
+        not drawn or kind in HARDWARE,
+        f"{kind} hides nothing, so there is no timeline: choose a TPU or GPU target",
+    )
     answer = read(request, compiling.compiled(request))
     terminal.answer(answer, as_json=args["json"])
     if args["plot"]:
