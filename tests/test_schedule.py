@@ -12,8 +12,8 @@ from ladder_jax.schedule.report import Status
 from tests.hlo import RANKS, SUBLAYERS, UNROLLED, D, F, T, parsed, text
 
 LAST = "; the last one comes after all compute, so it is always exposed"
-SYNCHRONOUS = ": each is synchronous"
-AWAITED = ": each is awaited where it is issued"
+SYNCHRONOUS = "; exposed: 6 synchronous"
+BARE = "beside too little compute"
 MERGED = "; 6 were merged by the compiler, so no compute can hide them"
 COUNTS = [
     # (reductions, of them asynchronous, hidden, merged), and why the others are not hidden
@@ -28,9 +28,9 @@ COUNTS = [
     ("tpu7x-scan", (7, 7, 6, 0), LAST),
     ("tpu7x-halves", (7, 7, 6, 0), LAST),
     ("h100-standard", (6, 0, 0, 0), SYNCHRONOUS),
-    ("tpu7x-standard", (6, 6, 0, 0), AWAITED),
+    ("tpu7x-standard", (6, 6, 0, 0), f"; exposed: 6 {BARE}"),
     ("v5p-sync", (6, 0, 0, 0), SYNCHRONOUS),
-    ("h100-tiny", (1, 1, 0, 0), AWAITED),
+    ("h100-tiny", (1, 1, 0, 0), f"; exposed: 1 {BARE}"),
     # As an all-reduce of two operands (TPU), or of one flat array joined of two (NVIDIA).
     ("h100-naive", (6, 0, 0, 6), MERGED),
     ("tpu7x-naive", (6, 6, 0, 6), MERGED),
@@ -54,11 +54,11 @@ def test_counts(name, counts, why):
         (
             "h100-standard",
             1,
-            "6 of 6 reductions are not hidden, 1 allowed: .+ bytes.*: synchronous",
+            "1 exposed reductions are allowed, but here 0 of 6 all-reduces hidden\nexposed: 6 synch",
         ),
         ("tpu7x-standard", 1, "too little compute"),
         ("h100-tiny", 0, "too little compute"),
-        ("h100-naive", SUBLAYERS, "merged with another"),
+        ("h100-naive", SUBLAYERS, "6 were merged by the compiler"),
     ],
 )
 def test_what_is_not_hidden_is_named(name, allowed, error):
@@ -140,7 +140,10 @@ def test_both_halves_of_a_reduction_hide(name, ff):
 
 def test_a_standard_stream_that_is_split_hides_nothing():
     found = read("h100-split-standard", ranks=RANKS)
-    assert found.verdict == f"0 of {2 * SUBLAYERS} collectives hidden{SYNCHRONOUS}"
+    assert (
+        found.verdict
+        == f"0 of {2 * SUBLAYERS} collectives hidden; exposed: {2 * SUBLAYERS} synchronous"
+    )
 
 
 RING_BYTES = 7 * T // 8 * D * 2  # of 8 ranks, 7 chunks

@@ -56,7 +56,7 @@ SHOWN = 10  # rows of the table in a repr; the command prints all
 
 class Status(enum.Enum):
     HIDDEN = "hidden"
-    EXPOSED = "started early, but too little compute stands under it"
+    EXPOSED = "beside too little compute"
     SYNCHRONOUS = "synchronous"
     MERGED = "merged with another"
 
@@ -273,11 +273,6 @@ class Report:
             return line
         if self.merged:
             return f"{line}; {self.merged} were merged by the compiler, so no compute can hide them"
-        if self.hidden == 0:
-            kind = lambda r: (
-                "synchronous" if r.status is Status.SYNCHRONOUS else "awaited where it is issued"
-            )
-            return f"{line}: each is {', '.join(sorted(set(map(kind, exposed))))}"
         if len(exposed) == 1 and exposed[0].layer == "last":
             if ENTER in exposed[0].collective.op_name:
                 return f"{line}; the gather of the head's input is left, which no sublayer can hide"
