@@ -220,6 +220,7 @@ def test_a_conversion_without_ladder_layers():
     {
         "model: [": "is not YAML",
         "train: {steps: 3}\ntrain: {batch: 2}": "is not YAML: 'train' stands there twice, .* line 2",
+        '{"train": {"steps": 3, "steps": 4}}': "'steps' stands there twice",
         "- 1": "must hold sections",
         "\x00": "is not YAML",
         None: "cannot read",

@@ -168,6 +168,7 @@ MISTAKES = {
     "--plot nowhere/picture.png": "--plot nowhere/picture.png: there is no folder nowhere",
     "--trace trace.txt": "--trace trace.txt: the file must end in .json",
     "--plot a.png": "cpu hides nothing, so there is no timeline",
+    "--target h100:8 --layers 4 --ladder-layers 2 --plot a.png": "leave --ladder-layers 2 out",
 }
 
 

@@ -152,6 +152,14 @@ def test_permutes(pairs, ranks):
     assert [other.collective.ranks for other in found.others] == ranks
 
 
+def test_a_ragged_all_to_all_carries_its_rows_alone():
+    """Not the array that they are written to, nor their offsets and numbers."""
+    line = """  %n = s32[2]{0} constant({8, 8})
+  %rows = bf16[512,2048]{1,0} ragged-all-to-all(%x, %before, %n, %n, %n, /*index=5*/%n), replica_groups={{0,1}}"""
+    (only,) = schedule.audit(WINDOW.replace("BETWEEN", line)).others
+    assert (only.collective.operands, only.collective.bytes) == (1, 512 * 2048 * 2)
+
+
 @pytest.mark.parametrize("name, arrays", [("", 2), ("jit(f)/concatenate", 1)])
 def test_arrays_that_the_program_joins_itself_are_one(name, arrays):
     """As `jax.flatten_util.ravel_pytree` does with gradients; the compiler's have no name."""

@@ -120,8 +120,16 @@ def read_yaml(path: typing.Any, *, what: str) -> typing.Any:
     except UnicodeDecodeError:
         raise UserError(f"{what} {str(path)!r} is not UTF-8 text") from None
     with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_section)
     return parse_yaml(text, what=f"{what} {str(path)!r}")
+
+
+def _section(pairs: list[tuple[str, typing.Any]]) -> dict[str, typing.Any]:
+    """Raises ValueError where a name stands twice: as YAML it has a message."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        raise ValueError
+    return tree
 
 
 def _set(tree: dict, override: str) -> None:

@@ -35,6 +35,10 @@ def run(args: dict) -> None:
         not drawn or kind in HARDWARE,
         f"{kind} hides nothing, so there is no timeline: choose a TPU or GPU target",
     )
+    check(
+        not drawn or request.ladder_layers in (None, "all"),
+        f"a timeline shows layers of one kind: leave --ladder-layers {request.ladder_layers} out",
+    )
     answer = read(request, compiling.compiled(request))
     terminal.answer(answer, as_json=args["json"])
     if args["plot"]:

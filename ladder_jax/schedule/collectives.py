@@ -32,6 +32,7 @@ KINDS = (
     "reduce-scatter",
     "collective-permute",
     "all-to-all",
+    "ragged-all-to-all",
     "collective-broadcast",
 )
 CONTROL_FLOW = ("while", "call", "conditional")
@@ -47,7 +48,7 @@ class Collective:
         compiler for NVIDIA GPUs concatenates arrays into one flat operand; this counts the arrays
         in it.
     bytes: size of its operands on one device: unscattered arrays of a reduce-scatter, shards of an
-        all-gather.
+        all-gather, all rows that a ragged all-to-all may send.
     axes: mesh axes that it spans, such as ("tensor",); empty if the program does not name them.
     ranks: number of devices in its group; 0 if unknown.
     executions: runs per execution of the program, as if each branch of a conditional ran; inside
@@ -247,7 +248,7 @@ def _measure(
         kind=_kind(collective, form.holder, fused=form.holder is not computation),
         op_name=collective.op_name or start.op_name or (reducer.root.op_name if reducer else ""),
         operands=_count_operands(collective, ranks=ranks),
-        bytes=sum(operand.bytes for operand in collective.operands),
+        bytes=sum(operand.bytes for operand in _carried(collective)),
         axes=axes,
         ranks=ranks,
         computation=computation.name,
@@ -264,9 +265,17 @@ def _measure(
     )
 
 
+def _carried(collective: Instruction) -> tuple[Instruction, ...]:
+    """Its operands; of a ragged all-to-all the rows alone, not the array that they are written to,
+    nor their numbers and offsets.
+    """
+    ragged = collective.opcode.startswith("ragged-")
+    return collective.operands[:1] if ragged else collective.operands
+
+
 def _count_operands(collective: Instruction, *, ranks: int) -> int:
     """An all-to-all of one array may be written with an operand for each rank."""
-    count = max(len(collective.operands), _concatenated_arrays(collective))
+    count = max(len(_carried(collective)), _concatenated_arrays(collective))
     return (
         count // ranks
         if "all-to-all" in collective.opcode and ranks and count % ranks == 0
