@@ -81,7 +81,7 @@ def test_bytes():
     assert ours.encode("é") == [0xC3, 0xA9]
     assert ours.encode("\udc80") == [0x80]
     assert ours.decode(np.array([72, 105, 0xFF, 300])) == "Hi\ufffd"
-    with refused("bytes has no chat template"):
+    with refused("'bytes' has no chat template"):
         ours.chat([])
 
 

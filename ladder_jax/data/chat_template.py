@@ -26,8 +26,8 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, str]],
         *,
-        prompt: bool = True,
-        now: datetime.datetime | None = None,
+        prompt: bool,
+        now: datetime.datetime | None,
     ) -> str:
         """now: what a template that asks for the time is told; None: this moment, by this machine's
         clock.

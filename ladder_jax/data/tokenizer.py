@@ -16,7 +16,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ladder_jax import files
 from ladder_jax.data.chat_template import ChatTemplate
@@ -50,33 +50,37 @@ Offsets = tuple[list[int], list[tuple[int, int]]]
 Step = Callable[[str], str | bytes]
 
 
-class Tokenizer(Protocol):
+class Tokenizer:
     """Text to tokens and back.
 
     name: "bytes", or a digest that tells it from others; checkpoints and token stores hold it.
+    where: its folder, for messages.
     vocab_size: all tokens are below it.
     stop_ids: tokens that end a text, the one that ends a document first; none for bytes.
     bos_token_id: the token that begins a text, if there is one.
-    has_chat: whether there is a chat template.
     special_ids: special tokens by their texts.
     files: the contents of its FILES and CARRIED, by name; none for bytes.
     """
 
     name: str
+    where: str
     vocab_size: int
-    stop_ids: tuple[int, ...]
-    bos_token_id: int | None
-    has_chat: bool
+    stop_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
     special_ids: Mapping[str, int] = types.MappingProxyType({})
     files: Mapping[str, bytes] = types.MappingProxyType({})
+    _chat: ChatTemplate | None = None
+    _own_space = b""  # which it puts at the beginning of a text
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether there is a chat template."""
+        return self._chat is not None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """special: with what the tokenizer puts around a text by itself, such as a
         beginning-of-sequence token.
         """
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Without special tokens; what is not UTF-8 becomes replacement characters."""
 
     def to_bytes(self, tokens: Iterable[int]) -> bytes:
         """Those of a sequence are its tokens' bytes, joined; special and unknown tokens give
@@ -89,6 +93,11 @@ class Tokenizer(Protocol):
         special: with what the tokenizer puts around a text by itself, which stands for none.
         """
 
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Without special tokens; what is not UTF-8 becomes replacement characters."""
+        content = self.to_bytes(tokens).removeprefix(self._own_space)
+        return content.decode("utf-8", errors="replace")
+
     def render(
         self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None
     ) -> str:
@@ -98,6 +107,12 @@ class Tokenizer(Protocol):
         now: the time, for a template that asks for it; None: the present.
         Raises UserError where there is no template, or where it refuses the messages.
         """
+        if self._chat is None:
+            raise UserError(
+                f"the tokenizer {self.where!r} has no chat template; ask the model with --prompt, and train it on"
+                " 'prompt' and 'completion'"
+            )
+        return self._chat(messages, prompt=prompt, now=now)
 
     def chat(self, messages: Messages, *, now: datetime.datetime | None = None) -> list[int]:
         """A prompt for the next answer, by the chat template:
@@ -115,18 +130,12 @@ class Tokenizer(Protocol):
 class Bytes(Tokenizer):
     """Tokens 0 to 255 are a text's UTF-8 bytes."""
 
-    name = BYTES
+    name = where = BYTES
     vocab_size = 256
-    stop_ids = ()
-    bos_token_id = None
-    has_chat = False
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Bytes of a command line that are not UTF-8 stay what they were."""
         return list(text.encode("utf-8", errors="surrogateescape"))
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        return self.to_bytes(tokens).decode("utf-8", errors="replace")
 
     def to_bytes(self, tokens: Iterable[int]) -> bytes:
         return bytes(int(token) for token in tokens if token < 256)
@@ -141,13 +150,6 @@ class Bytes(Tokenizer):
             places += [place] * len(found)
         return tokens, places
 
-    def render(
-        self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None
-    ) -> str:
-        raise UserError(
-            "a model of bytes has no chat template; ask it with --prompt, and train it on 'prompt' and 'completion'"
-        )
-
 
 def load(path: str | os.PathLike | None) -> Tokenizer:
     """Bytes for None and "bytes", else the tokenizer in that folder. Raises UserError for what is
@@ -160,9 +162,7 @@ def load(path: str | os.PathLike | None) -> Tokenizer:
         raise UserError(
             f"there is no tokenizer at {str(path)!r} (allowed: {BYTES!r}, or a folder with {MAIN})"
         )
-    contents = _read(folder)
-    foreign = tuple(name for name in contents if leads_out(folder / name))
-    return HuggingFace(contents, where=str(folder), foreign=foreign)
+    return HuggingFace(_read(folder), where=str(folder))
 
 
 def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
@@ -212,16 +212,14 @@ class HuggingFace(Tokenizer):
     """See Tokenizer. Raises UserError for files that are missing, damaged or of an unsupported
     kind.
 
-    contents: its `files`. where: their folder, for messages. foreign: those that are links which
-        lead out of it.
+    contents: its `files`.
     """
 
-    def __init__(self, contents: Mapping[str, bytes], *, where: str, foreign: tuple[str, ...] = ()):
+    def __init__(self, contents: Mapping[str, bytes], *, where: str):
         import tokenizers
 
         self.files = contents
         self.where = where
-        self.foreign = foreign
         content = self._text(MAIN, None)
         if content is None:
             raise UserError(
@@ -243,7 +241,7 @@ class HuggingFace(Tokenizer):
         self.special_ids = {one.content: token for token, one in added.items() if one.special}
         digest = hashlib.sha256(contents[MAIN]).hexdigest()
         self.name = f"tokenizer-{digest[:16]}"
-        self._steps, self._drops_first_space = _steps(described.get("decoder"))
+        self._steps, self._own_space = _steps(described.get("decoder"))
         config = self._object("tokenizer_config.json")
         mapped = self._object("special_tokens_map.json")
         # older files, whose tokenizer_config.json may hold what the tokens were before a fine-tuning
@@ -253,8 +251,8 @@ class HuggingFace(Tokenizer):
         self.stop_ids = self._stop_ids()
         self.bos_token_id = self._token_id("bos_token")
         source = self._text("chat_template.jinja", _template(config))
-        self.has_chat = source is not None
-        self._chat = ChatTemplate(source, special=self._special) if self.has_chat else None
+        if source is not None:
+            self._chat = ChatTemplate(source, special=self._special)
         special = tuple(sorted(self._special.items()))
         self._contents = (self.name, source, self.stop_ids, special)
 
@@ -289,23 +287,10 @@ class HuggingFace(Tokenizer):
         table = self._bytes
         return b"".join(table.get(int(token), b"") for token in tokens)
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        content = self.to_bytes(tokens)
-        if self._drops_first_space:
-            content = content.removeprefix(b" ")
-        return content.decode("utf-8", errors="replace")
-
     def offsets(self, text: str, *, special: bool) -> Offsets:
         with self._encoding(text):
             found = self._tokenizer.encode(text, add_special_tokens=special)
         return found.ids, found.offsets
-
-    def render(
-        self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None
-    ) -> str:
-        if self._chat is None:
-            raise UserError(f"the tokenizer in {self.where!r} has no chat template")
-        return self._chat(messages, prompt=prompt, now=now)
 
     @contextlib.contextmanager
     def _encoding(self, text: str) -> Iterator[None]:
@@ -401,13 +386,13 @@ def _template(config: dict) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _steps(decoder: dict | None) -> tuple[list[Step], bool]:
-    """How a token, as it is written in the vocabulary, becomes its bytes; and whether a whole text
-    begins with a space that the tokenizer has put there. Raises UserError for a decoder whose
-    tokens have no bytes of their own.
+def _steps(decoder: dict | None) -> tuple[list[Step], bytes]:
+    """How a token, as it is written in the vocabulary, becomes its bytes; and the space that the
+    tokenizer puts at the beginning of a whole text, if it does. Raises UserError for a decoder
+    whose tokens have no bytes of their own.
     """
     steps = []
-    drops_first_space = False
+    own_space = b""
     for part in _flat(decoder):
         match part:
             case {"type": "ByteLevel"}:
@@ -416,11 +401,12 @@ def _steps(decoder: dict | None) -> tuple[list[Step], bool]:
                 steps.append(_byte_fallback)
             case {"type": "Metaspace", "replacement": space}:
                 steps.append(operator.methodcaller("replace", space, " "))
-                drops_first_space |= part.get("prepend_scheme", "always") != "never"
+                if part.get("prepend_scheme", "always") != "never":
+                    own_space = b" "
             case {"type": "Replace", "pattern": {"String": old}, "content": new}:
                 steps.append(operator.methodcaller("replace", old, new))
             case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
-                drops_first_space = True
+                own_space = b" "
             case {"type": "Fuse"}:
                 pass
             case _:
@@ -428,7 +414,7 @@ def _steps(decoder: dict | None) -> tuple[list[Step], bool]:
                     f"the tokenizer's decoder {part.get('type')!r} is not supported, or not as it is set (byte-level"
                     " and sentencepiece-style tokenizers are: ByteLevel, Metaspace, Replace, ByteFallback, Fuse, Strip)"
                 )
-    return steps, drops_first_space
+    return steps, own_space
 
 
 def _piece_bytes(piece: str, steps: Sequence[Step]) -> bytes:

@@ -155,8 +155,8 @@ class Transformer(nn.Transformer):
         arrays = source.stored(self.config, params.get)
         where = "the model in memory"
         files = getattr(self.tokenizer, "files", {})
-        for name in getattr(self.tokenizer, "foreign", ()):
-            raise huggingface.foreign(os.path.join(self.tokenizer.where, name))
+        for name in files:
+            huggingface.check_inside(pathlib.Path(self.tokenizer.where, name))
         generation = tokenizers.json_object(files.get(tokenizers.GENERATION, "{}"), where=where)
         return Source(
             where,

@@ -121,16 +121,16 @@ def _has_file(folder: pathlib.Path, name: str) -> bool:
     """Whether `folder` contains the file `name`. Raises UserError for a link that leads out of the
     folder.
     """
-    file = folder / name
+    check_inside(folder / name)
+    return (folder / name).is_file()
+
+
+def check_inside(file: pathlib.Path) -> None:
+    """Raises UserError for a link that leads out of its folder."""
     if leads_out(file):
-        raise foreign(str(file))
-    return file.is_file()
-
-
-def foreign(file: str) -> UserError:
-    return UserError(
-        f"{file!r} leads out of its folder, and an export copies no such file: put a copy there"
-    )
+        raise UserError(
+            f"{str(file)!r} leads out of its folder, and an export copies no such file: put a copy there"
+        )
 
 
 def read_object(file: pathlib.Path) -> Json:
