@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
-from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -19,8 +18,6 @@ from ladder_jax.errors import UserError, unknown
 MAX_CHARACTERS = 1000
 """Of a message or a parameter's name: both may quote the client's text."""
 ERRORS = {401: "authentication_error", 429: "rate_limit_error"}
-UNKNOWN = "unknown_parameter"
-UNSUPPORTED = "unsupported_parameter"
 
 
 class Refusal(HTTPException, UserError):
@@ -105,7 +102,9 @@ Stop = Annotated[str, Field(max_length=STOP_CHARACTERS)]
 
 
 class Object(pydantic.BaseModel):
-    """Refuses parameters that are unknown, or that would be ignored."""
+    """Refuses parameters that are unknown, or that would be ignored: Refusal, which pydantic lets
+    pass.
+    """
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -117,14 +116,12 @@ class Object(pydantic.BaseModel):
             if name not in NEUTRAL:
                 # Of a long name the nearest match would take long to find.
                 message = str(unknown("parameter", name[:MAX_CHARACTERS], type(self).model_fields))
-                raise PydanticCustomError(UNKNOWN, "{message}", {"message": message, "name": name})
+                raise Refusal(400, message, param=name, code="unknown_parameter")
             allowed = (getattr(self, "n", None) or 1,) if name == "best_of" else NEUTRAL[name]
             if value not in allowed:
                 instead = "".join(f", or {one!r}" for one in allowed)
                 message = f"{name} is not supported here: leave it out{instead}"
-                raise PydanticCustomError(
-                    UNSUPPORTED, "{message}", {"message": message, "name": name}
-                )
+                raise Refusal(400, message, param=name, code="unsupported_parameter")
         return self
 
 
@@ -214,18 +211,11 @@ def parse[Kind: Object](kind: type[Kind], content: bytes) -> Kind:
 
 
 def _refusal(error: pydantic.ValidationError) -> Refusal:
-    errors = error.errors(include_url=False, include_input=False)
-    ours = [one for one in errors if one["type"] in (UNKNOWN, UNSUPPORTED)]
-    first = (ours or errors)[0]
+    first, *_ = error.errors(include_url=False, include_input=False)
     kind = first["type"]
     path = first["loc"]
-    about = first.get("ctx", {})
     if kind == "json_invalid":
-        return Refusal(400, f"the body is not JSON: {about['error']}")
-    if ours:
-        where = _dotted((*path, ""))
-        message = about["message"] if kind == UNKNOWN else where + about["message"]
-        return Refusal(400, message, param=where + about["name"], code=kind)
+        return Refusal(400, f"the body is not JSON: {first['ctx']['error']}")
     if not path:
         return Refusal(400, "the body must be a JSON object")
     for depth, part in enumerate(path):
