@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ladder_jax import nn, parallel
-from ladder_jax.config import ModelConfig
+from ladder_jax.config import Json, ModelConfig
 from ladder_jax.config.fields import member, natural
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
@@ -24,7 +24,7 @@ from ladder_jax.pretrained import formats, refit as refits, sensitivity, staging
 from ladder_jax.pretrained.formats import Format
 from ladder_jax.pretrained.huggingface import config as huggingface_config
 from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit, Refitted
-from ladder_jax.pretrained.sensitivity import Result, Search
+from ladder_jax.pretrained.sensitivity import Search
 from ladder_jax.pretrained.source import REFIT, Source
 
 AUTO = "auto:"
@@ -260,14 +260,15 @@ def run(args: dict) -> None:
                 search=request.search,
                 converted=converted,
             )
-            model = dataclasses.replace(request.model, ladder_layers=result.ladder_layers)
+            chosen = sensitivity.listed(result[result["chosen"]]["layers"])
+            model = dataclasses.replace(request.model, ladder_layers=chosen)
             request = dataclasses.replace(request, model=model)
         if settings is not None:
             refitted = refit(model=request.model, settings=settings)
         converted = dataclasses.replace(refitted.source, model=request.model)
         formats.write(converted, folder, format=request.format, place=destination)
         if result is not None:
-            _write_json(folder / MEASURED, result.as_dict())
+            _write_json(folder / MEASURED, result)
         if settings is not None:
             about = {
                 "ridge": settings.ridge,
@@ -308,9 +309,7 @@ def _write_json(file: pathlib.Path, content: dict) -> None:
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _print_json(
-    source: Source, request: Request, result: Result | None, fits: Sequence[Fit]
-) -> None:
+def _print_json(source: Source, request: Request, result: Json | None, fits: Sequence[Fit]) -> None:
     model = request.model
     summary = {
         "source": source.path,
@@ -320,14 +319,14 @@ def _print_json(
         "residual": model.residual,
         "ladder_layers": model.ladder_layers,
         "ranks": model.ranks,
-        "sensitivity": None if result is None else result.as_dict(),
+        "sensitivity": result,
         "refit": [dataclasses.asdict(fit) for fit in fits],
     }
     print(json.dumps(summary))
 
 
 def _print_summary(
-    source: Source, request: Request, result: Result | None, fits: Sequence[Fit]
+    source: Source, request: Request, result: Json | None, fits: Sequence[Fit]
 ) -> None:
     model = request.model
     layers = ""
@@ -342,10 +341,10 @@ def _print_summary(
     if outputs:
         print(f"behind these inputs, the sublayers' outputs lacked {_means(outputs)}")
     if result is not None:
-        cost = result.subsets[result.chosen].loss - result.loss
+        chosen = result["chosen"]
         print(
-            f"of the choices of layers {result.chosen!r} costs least: {cost:.4f} nats a token over the standard"
-            f" model's {result.loss:.4f}; all are in {request.destination / MEASURED}"
+            f"of the choices of layers {chosen!r} costs least: {result[chosen]['cost']:.4f} nats a token over the"
+            f" standard model's {result['loss']:.4f}; all are in {request.destination / MEASURED}"
         )
 
 

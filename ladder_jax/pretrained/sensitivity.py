@@ -8,12 +8,12 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 
 from ladder_jax import nn, terminal
+from ladder_jax.config import Json
 from ladder_jax.errors import RunFailed
 from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.source import Source, load_layer
@@ -30,73 +30,14 @@ class Search(enum.Enum):
     GREEDY = "greedy"
 
 
-@dataclasses.dataclass(frozen=True)
-class Subset:
-    """layers: the converted layers, from 0, in the order of their choice. loss: with these, in nats
-    per token.
-    """
-
-    layers: tuple[int, ...]
-    loss: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Losses are means over the calibration text, in nats per token, without any retraining.
-
-    residual, ranks: of the converted layers. tokens: the number of predicted tokens. sequence:
-        their sequences' length.
-    loss: of the standard model. alone: with each layer converted alone. subsets, by the method of
-    choice: "last", the last layers, the paper's choice; "ranked", those that cost least alone; and
-    if it was searched, "greedy".
-    """
-
-    residual: str
-    ranks: int | None
-    tokens: int
-    sequence: int
-    loss: float
-    alone: tuple[float, ...]
-    subsets: Mapping[str, Subset]
-
-    @property
-    def chosen(self) -> str:
-        """The method whose subset has the lowest loss; if equal, the simplest method."""
-        losses = {name: subset.loss for name, subset in self.subsets.items()}
-        return min(losses, key=losses.get)
-
-    @property
-    def ladder_layers(self) -> str:
-        """The chosen layers, in the syntax of `model.ladder_layers`."""
-        return _listed(self.subsets[self.chosen].layers)
-
-    @property
-    def costs(self) -> list[float]:
-        """Of each layer alone: its loss minus the standard model's."""
-        return [loss - self.loss for loss in self.alone]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON. A cost is a loss minus the standard model's loss."""
-        about = dataclasses.asdict(self)
-        del about["alone"], about["subsets"]
-        about["curve"] = [
-            {"layer": n, "loss": self.alone[n], "cost": cost} for n, cost in enumerate(self.costs)
-        ]
-        for name, subset in self.subsets.items():
-            order = list(subset.layers)
-            cost = subset.loss - self.loss
-            about[name] = {
-                "layers": sorted(order),
-                "order": order,
-                "loss": subset.loss,
-                "cost": cost,
-            }
-        return {**about, "chosen": self.chosen}
-
-
-def _listed(layers: Iterable[int]) -> str:
+def listed(layers: Iterable[int]) -> str:
     """In the syntax of `model.ladder_layers`, where "0" is none of them."""
     return "".join(f"{layer}," for layer in sorted(layers)) or "0"
+
+
+def best(subsets: Mapping[str, Json]) -> str:
+    """The name of that with the lowest loss; if equal, the first."""
+    return min(subsets, key=lambda name: subsets[name]["loss"])
 
 
 class Probe:
@@ -163,12 +104,12 @@ class Probe:
             total += float(self._programs.loss(self._outside, streams, targets))
         if not math.isfinite(total):  # no layer would cost least
             raise RunFailed(
-                f"the loss with ladder layers {_listed(chosen)} is no number: the model's weights are not, or overflow"
+                f"the loss with ladder layers {listed(chosen)} is no number: the model's weights are not, or overflow"
             )
         return total / self._predicted
 
     def _advance(self, streams: Streams, chosen: Iterable[int], start: int, stop: int) -> Streams:
-        late = delays(dataclasses.replace(self._config, ladder_layers=_listed(chosen)))
+        late = delays(dataclasses.replace(self._config, ladder_layers=listed(chosen)))
         for layer in range(start, stop):
             stack, _ = stack_of(self._config, layer)
             params = self._layers[layer in chosen](layer)
@@ -185,11 +126,15 @@ def measure(
     choose: int,
     converted: Source | None = None,
     search: Search = Search.GREEDY,
-) -> Result:
-    """The sensitivity curve of a model, and the choices of `choose` of its layers, at least one.
+) -> Json:
+    """The sensitivity curve of a model, and the choices of `choose` of its layers, at least one, by
+    three methods: "last", the last layers, the paper's choice; "ranked", those that cost least
+    alone; and if `search` is GREEDY, "greedy". "chosen" is the best method.
 
-    definition: with all layers of the ladder kind. converted, rows: as in `Probe`. search: GREEDY
-    adds the greedy choice to the others.
+    Losses are means over the calibration text, in nats per token, without any retraining; a cost is
+    a loss minus that of the standard model, "loss". "order": a choice's layers, as they were chosen.
+
+    definition: with all layers of the ladder kind. converted, rows: as in `Probe`.
     """
     probe = Probe(definition, source, rows, converted=converted)
     num_layers = definition.config.num_layers
@@ -208,20 +153,29 @@ def measure(
             found.append(losses)
             greedy.append(min(losses, key=losses.get))
     alone = found[0]
-    last = range(num_layers - choose, num_layers)
+    standard = probe.loss(())
+
+    def subset(order: list[int], loss: float) -> Json:
+        cost = loss - standard
+        return {"layers": sorted(order), "order": order, "loss": loss, "cost": cost}
+
+    last = list(range(num_layers - choose, num_layers))
     ranked = sorted(alone, key=alone.get)[:choose]
     subsets = {
-        "last": Subset(tuple(last), probe.loss(last)),
-        "ranked": Subset(tuple(ranked), probe.loss(ranked)),
+        "last": subset(last, probe.loss(last)),
+        "ranked": subset(ranked, probe.loss(ranked)),
     }
     if search is Search.GREEDY:
-        subsets["greedy"] = Subset(tuple(greedy), found[-1][greedy[-1]])
-    return Result(
-        residual=definition.config.residual,
-        ranks=definition.config.ranks,
-        tokens=rows[:, 1:].size,
-        sequence=rows.shape[1] - 1,
-        loss=probe.loss(()),
-        alone=tuple(alone.values()),
-        subsets=subsets,
-    )
+        subsets["greedy"] = subset(greedy, found[-1][greedy[-1]])
+    return {
+        "residual": definition.config.residual,
+        "ranks": definition.config.ranks,
+        "tokens": rows[:, 1:].size,
+        "sequence": rows.shape[1] - 1,
+        "loss": standard,
+        "curve": [
+            {"layer": layer, "loss": loss, "cost": loss - standard} for layer, loss in alone.items()
+        ],
+        **subsets,
+        "chosen": best(subsets),
+    }

@@ -14,7 +14,7 @@ from ladder_jax import pretrained
 from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed
 from ladder_jax.pretrained import convert
-from ladder_jax.pretrained.sensitivity import Probe, Result, Subset, measure
+from ladder_jax.pretrained.sensitivity import Probe, best, measure
 from ladder_jax.pretrained.sublayers import programs
 from tests import cases, reference
 from tests.covering import full
@@ -66,13 +66,14 @@ def test_prefixes_are_shared_and_the_choices_are_the_best():
     near = lambda *chosen: pytest.approx(losses[tuple(sorted(chosen))], rel=1e-6)
     assert dict(probe.losses_with((1,))) == {n: near(1, n) for n in (0, 2, 3)}
     result = measure(definition, source, ROWS, choose=2)
-    assert (result.loss, result.tokens) == (near(), 3 * 24)
-    assert list(result.alone) == [near(n) for n in range(4)]
+    assert (result["loss"], result["tokens"]) == (near(), 3 * 24)
+    assert [row["loss"] for row in result["curve"]] == [near(n) for n in range(4)]
     first, second, *_ = sorted(range(4), key=lambda n: losses[n,])
     others = [n for n in range(4) if n != first]
-    best = min(others, key=lambda n: losses[tuple(sorted((first, n)))])
-    orders = {"last": (2, 3), "ranked": (first, second), "greedy": (first, best)}
-    assert result.subsets == {name: Subset(order, near(*order)) for name, order in orders.items()}
+    next_best = min(others, key=lambda n: losses[tuple(sorted((first, n)))])
+    orders = {"last": [2, 3], "ranked": [first, second], "greedy": [first, next_best]}
+    for name, order in orders.items():
+        assert (result[name]["order"], result[name]["loss"]) == (order, near(*order))
 
 
 def test_losses_that_are_no_numbers():
@@ -84,17 +85,10 @@ def test_losses_that_are_no_numbers():
 
 
 def test_the_better_choice_is_taken():
-    def result(last, ranked, **greedy):
-        subsets = {"last": Subset((1, 2), last), "ranked": Subset((2, 1), ranked)}
-        subsets |= {name: Subset((2, 0), loss) for name, loss in greedy.items()}
-        return Result(
-            "ladder", None, tokens=9, sequence=9, loss=1.0, alone=(2.0, 1.5, 1.1), subsets=subsets
-        )
-
-    assert result(1.5, 1.4, greedy=1.3).ladder_layers == "0,2,"
-    assert result(1.5, 1.4, greedy=1.4).chosen == "ranked"
-    assert result(1.5, 1.4).ladder_layers == "1,2,"
-    assert result(1.2, 1.4, greedy=1.3).chosen == "last"  # the layers interact
+    chosen = lambda **losses: best({name: {"loss": loss} for name, loss in losses.items()})
+    assert chosen(last=1.5, ranked=1.4, greedy=1.3) == "greedy"
+    assert chosen(last=1.5, ranked=1.4, greedy=1.4) == "ranked"
+    assert chosen(last=1.2, ranked=1.4, greedy=1.3) == "last"  # the layers interact
 
 
 def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys, monkeypatch):
