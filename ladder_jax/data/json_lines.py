@@ -12,7 +12,6 @@ from ladder_jax.errors import UserError
 from ladder_jax.files import on_disk, reason
 
 ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz")
-BLOCK = 2**20  # bytes
 
 
 def read(
@@ -72,10 +71,8 @@ def place(file: str | pathlib.Path, number: int, begin: int) -> str:
     for messages.
     """
     if begin:
-        number += 1
-        before = begin - 1
         with open(file, "rb") as source:
-            for start in range(0, before, BLOCK):
-                block = source.read(min(BLOCK, before - start))
-                number += block.count(b"\n")
+            while source.tell() < begin:
+                source.readline()
+                number += 1
     return f"{file}:{number}"
