@@ -136,9 +136,11 @@ def patiently[T](folder: str | os.PathLike, work: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def explained(folder: AnyPath, doing: str) -> Iterator[None]:
-    """Turns the errors of a disk or an object store into one line, RunFailed: "cannot `doing`
-    'folder': reason".
+def explained(
+    folder: str | AnyPath, doing: str, *, kind: type[Exception] = RunFailed
+) -> Iterator[None]:
+    """Turns the errors of a disk or an object store into one line, an error of that kind: "cannot
+    `doing` 'folder': reason".
     """
     try:
         yield
@@ -147,7 +149,14 @@ def explained(folder: AnyPath, doing: str) -> Iterator[None]:
     except Exception as error:  # the stores' libraries have errors of their own, beside OSError
         if not isinstance(error, OSError) and not is_remote(folder):
             raise
-        raise RunFailed(f"cannot {doing} {str(folder)!r}: {reason(error)}") from None
+        raise kind(f"cannot {doing} {str(folder)!r}: {reason(error)}") from None
+
+
+def reading(file: str | AnyPath) -> contextlib.AbstractContextManager[None]:
+    """Turns what reading a file that the user has named raises into a UserError; of an object store,
+    which may not answer, into RunFailed.
+    """
+    return explained(file, "read", kind=RunFailed if is_remote(file) else UserError)
 
 
 def reason(error: BaseException) -> str:
@@ -185,14 +194,12 @@ def text_of(file: str | pathlib.Path, *, named: bool, most: int = sys.maxsize) -
 
     most: bytes that are read.
     """
+    with reading(file), open(file, "rb") as source:
+        is_cut = os.fstat(source.fileno()).st_size > most
+        content = source.read(most if is_cut else -1)
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        with open(file, "rb") as source:
-            is_cut = os.fstat(source.fileno()).st_size > most
-            content = source.read(most if is_cut else -1)
-        decoder = codecs.getincrementaldecoder("utf-8")()
         return decoder.decode(content, final=not is_cut).removeprefix("\ufeff")
-    except OSError as error:
-        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         if named:
             raise UserError(f"{file}: not UTF-8 text, at byte {error.start}") from None

@@ -21,7 +21,7 @@ from typing import Any
 from ladder_jax import files
 from ladder_jax.data.chat_template import ChatTemplate
 from ladder_jax.errors import UserError, refused
-from ladder_jax.files import AnyPath, expanded, leads_out
+from ladder_jax.files import AnyPath, expanded, leads_out, reading
 
 BYTES = "bytes"
 FOLDER = "tokenizer"
@@ -345,12 +345,8 @@ def _read(folder: AnyPath) -> dict[str, bytes]:
     found = {}
     carried = [name for name in CARRIED if (folder / name).is_file()]
     for name in (*FILES, *(name for name in carried if not leads_out(folder / name))):
-        try:
+        with reading(folder / name), contextlib.suppress(FileNotFoundError):
             found[name] = (folder / name).read_bytes()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise UserError(f"cannot read {str(folder / name)!r}: {error.strerror}") from None
     return found
 
 

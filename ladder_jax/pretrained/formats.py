@@ -42,12 +42,13 @@ from ladder_jax.files import (
     is_remote,
     local_path,
     on_disk,
+    reading,
 )
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
 from ladder_jax.pretrained.huggingface import config as huggingface_config, folder as huggingface
-from ladder_jax.pretrained.source import REFIT, Source, assemble, reader, refit_in, unreadable
+from ladder_jax.pretrained.source import REFIT, Source, assemble, reader, refit_in
 
 
 class Format(enum.Enum):
@@ -419,17 +420,12 @@ def _sampled(path: pathlib.Path) -> str:
     if not path.is_file():
         files = [path / huggingface.CONFIG, *sorted(path.glob("*.safetensors"))]
     for file in files:
-        try:
+        with reading(file), file.open("rb") as content:
             size = file.stat().st_size
-            about = str(size)
-            if path.is_dir():
-                about = f"{file.name} {size}\n"
+            about = f"{file.name} {size}\n" if path.is_dir() else str(size)
             digest.update(about.encode())
             last = max(0, size - _BLOCK)
-            with file.open("rb") as content:
-                for index in range(_SAMPLES):
-                    content.seek(index * last // max(1, _SAMPLES - 1))
-                    digest.update(content.read(_BLOCK))
-        except OSError as error:
-            raise unreadable(file, error) from None
+            for index in range(_SAMPLES):
+                content.seek(index * last // (_SAMPLES - 1))
+                digest.update(content.read(_BLOCK))
     return digest.hexdigest()

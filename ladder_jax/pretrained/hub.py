@@ -2,6 +2,7 @@
 uploads exports.
 """
 
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -11,7 +12,7 @@ import re
 import sys
 
 from ladder_jax.config.fields import check_type
-from ladder_jax.errors import RunFailed, UserError, error_text, needed
+from ladder_jax.errors import RunFailed, UserError, needed, refused
 from ladder_jax.files import local_path, reason
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import REFIT
@@ -69,25 +70,18 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
     the Hub's own: HF_TOKEN, or `hf auth login`'s. Without a connection, the cache is used; a
     UserError says so if it lacks a file.
     """
-    wanted = [huggingface.CONFIG]
-    if identifier.file:
-        wanted = [glob.escape(identifier.file)]
-    elif weights:
+    file = identifier.file
+    wanted = [glob.escape(file or huggingface.CONFIG)]
+    if weights and not file:
         wanted = [*_FOLDER, *_WEIGHTS]
     folder = _snapshot(identifier, wanted)
-    commit = dataclasses.replace(identifier, revision=folder.name)
-    if identifier.file:
-        missing = identifier.file
-        if (folder / identifier.file).is_file():
-            return folder / identifier.file, commit
-    else:
-        missing = f"{huggingface.CONFIG} with safetensors"
-        has_weights = not weights or any(folder.glob("*.safetensors"))
-        if has_weights and (folder / huggingface.CONFIG).is_file():
-            return folder, commit
+    if (folder / (file or huggingface.CONFIG)).is_file():
+        if file or not weights or any(folder.glob("*.safetensors")):
+            return folder / (file or ""), dataclasses.replace(identifier, revision=folder.name)
     ggufs = _ggufs(identifier, folder)
-    if len(ggufs) == 1 and not identifier.file:
+    if len(ggufs) == 1 and not file:
         return download(dataclasses.replace(identifier, file=ggufs[0]), weights=weights)
+    missing = file or f"{huggingface.CONFIG} with safetensors"
     instead = ", ".join(f"{identifier.repository}/{name}" for name in ggufs)
     raise UserError(
         f"'{identifier}' holds no {missing}; name one of its GGUF files: {instead or 'it has none'}"
@@ -143,32 +137,23 @@ def _snapshot(identifier: Identifier, wanted: list[str]) -> pathlib.Path:
     hub.utils.logging.set_verbosity_error()  # it warns where it finds none of the files
     if not sys.stderr.isatty():
         hub.utils.disable_progress_bars()
-    try:
+    with _asking(identifier):
         found = hub.snapshot_download(
             identifier.repository, revision=identifier.revision, allow_patterns=wanted
         )
-    except Exception as error:  # also of the client's HTTP library
-        raise _not_given(identifier, error) from None
     return pathlib.Path(found)
 
 
-def _not_given(identifier: Identifier, error: Exception) -> UserError:
-    return UserError(
-        f"there is no model {str(identifier)!r} here, and {_library().constants.ENDPOINT} does not give"
-        f" it: {error_text(error)[:300]}"
-    )
+def _asking(identifier: Identifier) -> contextlib.AbstractContextManager[None]:
+    """Whatever the Hub's client raises, also its HTTP library, becomes a UserError."""
+    endpoint = _library().constants.ENDPOINT
+    return refused(f"there is no model {str(identifier)!r} here, and {endpoint} does not give it")
 
 
 def _ggufs(identifier: Identifier, folder: pathlib.Path) -> list[str]:
-    """The repository's GGUF files; without a connection, those in the cache. Raises UserError where
-    there are none: an older huggingface_hub gives a folder that lacks files as if it were whole.
-    """
-    try:
+    """The repository's GGUF files. Raises UserError without a connection."""
+    with _asking(identifier):
         names = _library().HfApi().list_repo_files(identifier.repository, revision=folder.name)
-    except Exception as error:  # of the client's HTTP library
-        names = os.listdir(folder)
-        if not any(name.endswith(".gguf") for name in names):
-            raise _not_given(identifier, error) from None
     return sorted(name for name in names if name.endswith(".gguf"))
 
 

@@ -26,7 +26,7 @@ from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import weights
 from ladder_jax.decode.weights import Reader
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, reason
+from ladder_jax.files import AnyPath, reading
 from ladder_jax.nn import model_def, parameter
 from ladder_jax.nn.parameter import stack_of, stacks
 from ladder_jax.parallel import mesh as meshes
@@ -169,12 +169,10 @@ def from_file(
     when it was opened.
     """
     values = np.empty(shape, dtype)
-    try:
-        with open(path, "rb") as file:  # np.fromfile takes a disk's error for the end of the file
-            file.seek(offset)
-            done = file.readinto(values.reshape(-1).view(np.uint8))
-    except OSError as error:
-        raise unreadable(path, error) from None
+    # np.fromfile takes a disk's error for the end of the file
+    with reading(path), open(path, "rb") as file:
+        file.seek(offset)
+        done = file.readinto(values.reshape(-1).view(np.uint8))
     if done != values.nbytes:
         raise UserError(f"{str(path)!r} was cut short: it was complete when it was opened")
     return values
@@ -182,14 +180,8 @@ def from_file(
 
 def content(file: AnyPath) -> bytes:
     """Raises UserError if the file cannot be read."""
-    try:
+    with reading(file):
         return file.read_bytes()
-    except OSError as error:
-        raise unreadable(file, error) from None
-
-
-def unreadable(file: str | AnyPath, error: OSError) -> UserError:
-    return UserError(f"cannot read {str(file)!r}: {reason(error)}")
 
 
 def dims(model: ModelConfig) -> dict[str, str]:

@@ -186,13 +186,11 @@ def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
     """Hold the folder's lock. Raises UserError where another process holds it, or the folder cannot
     be written to.
     """
-    try:
+    with files.explained(out, "write into", kind=UserError):
         out.mkdir(parents=True, exist_ok=True)
         busy = f"another `ladder-jax tokenize` is at work in {str(out)!r}"
         with files.locked(out / LOCK, busy=busy, shared=shared):
             yield
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written to: {error.strerror or error}") from None
 
 
 def _shards(

@@ -82,15 +82,15 @@ class Manifest:
 
 def read(file: AnyPath) -> Manifest:
     """Raises UserError where the file is no manifest, or one of another version."""
+    with files.reading(file):
+        content = file.read_bytes()
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = json.loads(content)
         shards = tuple(_known(Shard, shard) for shard in tree["shards"])
         found = _known(Manifest, tree | {"shards": shards})
         version = tree["version"]
         is_ours = tree["format"] == FORMAT
         found.sizes()
-    except OSError as error:
-        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_ours = False
     if not is_ours:

@@ -1,10 +1,10 @@
 """Tokens out of a store, by their position among all of them."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ladder_jax.config.fields import check_type
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.data.store.manifest import MANIFEST, Shard
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, expanded, explained, is_remote
 
 CACHE = "stores"
@@ -93,7 +93,7 @@ class Store:
                 )
 
     def _check_sizes(self) -> None:
-        with _explained(self.folder / MANIFEST):
+        with _reading(self.folder / MANIFEST):
             sizes = files.sizes(self.folder)
         for name, size in self.manifest.sizes().items():
             where = f"the token store's {str(self.folder / name)!r}"
@@ -115,7 +115,7 @@ class Store:
     ) -> np.ndarray:
         path = self._path(shard, kind)
         size = np.dtype(dtype).itemsize
-        with _explained(path):
+        with _reading(path):
             file = os.open(path, os.O_RDONLY)
             try:
                 content = os.pread(file, count * size, first * size)
@@ -134,13 +134,13 @@ class Store:
 
         def fetch(partial: str) -> None:
             source = self.folder / name
-            with _explained(source):
+            with _reading(source):
                 remote.files_of(self.folder).get_file(os.fspath(source), partial)
             if kind == "tokens" and _digest(partial, self._path(shard, "offsets")) != shard.sha256:
                 raise self._damaged(shard, kind, "it is not what was written")
 
         if self._local is not self.folder and not os.path.isfile(local):
-            with _explained(local):
+            with _reading(local):
                 files.write_atomically(local, fetch)
         return local
 
@@ -160,15 +160,9 @@ class Store:
 def _digest(*paths: str) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        with _explained(path), open(path, "rb") as file:
+        with _reading(path), open(path, "rb") as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def _explained(path: str | AnyPath) -> Iterator[None]:
-    try:
-        with explained(path, "read the token store's"):
-            yield
-    except RunFailed as error:
-        raise UserError(str(error)) from None
+_reading = functools.partial(explained, doing="read the token store's", kind=UserError)

@@ -20,8 +20,9 @@ import ml_dtypes
 import numpy as np
 
 from ladder_jax.errors import UserError, needed
+from ladder_jax.files import reading
 from ladder_jax.pretrained.fields import Fields
-from ladder_jax.pretrained.source import Shape, Stored, from_file, unreadable
+from ladder_jax.pretrained.source import Shape, Stored, from_file
 
 PLAIN = {
     "F32": np.dtype("float32"),
@@ -75,14 +76,12 @@ def open_file(path: pathlib.Path) -> File:
     """
     where = str(path)
     try:
-        with path.open("rb") as file:
+        with reading(where), path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise UserError(
                     f"{where!r} is no pretrained model (allowed: a Hugging Face folder, a GGUF file, a checkpoint)"
                 )
             return _read(_Header(file, size=path.stat().st_size), where)
-    except OSError as error:
-        raise unreadable(where, error) from None
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise UserError(f"{where!r} is damaged or incomplete: {error}"[:300]) from None
 

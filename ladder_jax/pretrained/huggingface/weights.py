@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from ladder_jax.errors import RunFailed, UserError, error_text, needed
-from ladder_jax.pretrained.source import Stored, from_file, unreadable
+from ladder_jax.files import reading
+from ladder_jax.pretrained.source import Stored, from_file
 from ladder_jax.pretrained.tensors import Names
 
 _DTYPES = {
@@ -80,17 +81,14 @@ def tensors_in(file: pathlib.Path) -> dict[str, Stored]:
     """
     library = _library()
     try:
-        with open(file, "rb") as content:  # safe_open says of any that it cannot open: no such file
+        # safe_open says of any that it cannot open: no such file
+        with reading(file), open(file, "rb") as content:
             head = content.read(8)
             # compares the header with the file's length
             with library.safe_open(file, framework="numpy"):
                 pass
             length = int.from_bytes(head, "little")
             header = json.loads(content.read(length))
-    except FileNotFoundError:
-        raise UserError(f"there is no file {str(file)!r}") from None
-    except OSError as error:
-        raise unreadable(file, error) from None
     except (library.SafetensorError, ValueError, RecursionError) as error:
         reason = error_text(error)[:200]
         raise UserError(f"{str(file)!r} is not a whole safetensors file: {reason}") from None
