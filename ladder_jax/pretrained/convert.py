@@ -7,9 +7,11 @@ of the chosen ones.
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -23,7 +25,7 @@ from ladder_jax.files import check_storable, on_disk, text_of
 from ladder_jax.pretrained import formats, refit as refits, sensitivity, staging
 from ladder_jax.pretrained.formats import Format
 from ladder_jax.pretrained.huggingface import config as huggingface_config
-from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit, Refitted
+from ladder_jax.pretrained.refit import SUBLAYERS, FittedProjections, Refit, Refitted
 from ladder_jax.pretrained.sensitivity import Search
 from ladder_jax.pretrained.source import REFIT, Source
 
@@ -106,7 +108,7 @@ def rows_of(
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The options of a conversion, checked before any weights are read.
+    """What is done to a model, checked before any weights are read.
 
     model: the model to write. With `choose`, all its layers are ladder layers until the choice is
         made.
@@ -116,15 +118,11 @@ class Request:
         them, or as many. Without a refit all are to choose on.
     """
 
-    destination: pathlib.Path
-    format: Format
     model: ModelConfig
-    choose: int | None = None
-    calibration: tuple[Text, ...] = ()
-    tokens: int = REFIT_TOKENS
-    refit: Refit | None = None
-    search: Search = Search.GREEDY
-    tensor: int = 1
+    choose: int | None
+    calibration: tuple[Text, ...]
+    tokens: int
+    refit: Refit | None
 
 
 def parse(args: dict, model: ModelConfig) -> Request:
@@ -146,17 +144,8 @@ def parse(args: dict, model: ModelConfig) -> Request:
     if args["calibration"] and refits:
         ridge = Refit.ridge if args["ridge"] is None else args["ridge"]
         refit = Refit(ridge, fitted or FittedProjections.INPUTS)
-    return Request(
-        destination=on_disk(args["destination"]).absolute(),
-        format=member(Format, "format in --to", args["to"]),
-        model=_with_layers(args, model, layers),
-        choose=choose,
-        calibration=tuple(map(parse_text, args["calibration"] or ())),
-        tokens=tokens,
-        refit=refit,
-        search=member(Search, "value for --search:", args["search"] or Search.GREEDY.value),
-        tensor=args["tensor"] or 1,
-    )
+    texts = tuple(map(parse_text, args["calibration"] or ()))
+    return Request(_with_layers(args, model, layers), choose, texts, tokens, refit)
 
 
 def _check(args: dict, *, choose: int | None, fitted: FittedProjections | None) -> None:
@@ -225,25 +214,28 @@ def run(args: dict) -> None:
     source = formats.open_source(name)
     if args["ladder_layers"] is not None:
         formats.check_not_refitted(source.refit, name=name)
+    destination = on_disk(args["destination"]).absolute()
+    format = member(Format, "format in --to", args["to"])
+    search = member(Search, "value for --search:", args["search"] or Search.GREEDY)
     request = parse(args, source.model)
+    model = request.model
     # raises UserError if it cannot be split over its ranks
-    nn.define(request.model, mesh=parallel.make_mesh())
-    if request.format is Format.HUGGING_FACE:  # not after hours of measuring and refitting
-        huggingface_config.check(request.model)
+    nn.define(model, mesh=parallel.make_mesh())
+    if format is Format.HUGGING_FACE:  # not after hours of measuring and refitting
+        huggingface_config.check(model)
     else:
-        check_storable("", request.destination)
-    destination = request.destination
+        check_storable("", destination)
     settings = request.refit
     staging.check_free(destination)
     copies = 1 if settings is None else 2  # the fitted arrays are kept until all is written
     staging.check_room(destination, size=copies * source.nbytes)
     measured, fitted = read_texts(source, request)
     if settings is not None and args["refit"] is None:  # a text may be shorter than what was asked
-        projections = _projections(request.model, tokens=fitted.size)
+        projections = _projections(model, tokens=fitted.size)
         settings = dataclasses.replace(settings, projections=projections)
     result = None
     refitted = Refitted(source, ())
-    mesh = parallel.make_mesh(tensor=request.tensor)
+    mesh = parallel.make_mesh(tensor=args["tensor"] or 1)
     with staging.staged(destination, resumes=settings is not None) as folder:
         kept = folder.with_name("refitted")  # what an interrupted run has done
         refit = functools.partial(refits.refit, source, rows=fitted, mesh=mesh, folder=kept)
@@ -251,22 +243,17 @@ def run(args: dict) -> None:
             converted = None
             if settings is not None:  # each layer as if it were the only converted one
                 alone = dataclasses.replace(settings, alone=True)
-                converted = refit(model=request.model, settings=alone).source
-            result = sensitivity.measure(
-                nn.define(request.model, mesh=mesh),
-                source,
-                measured,
-                choose=request.choose,
-                search=request.search,
-                converted=converted,
-            )
+                converted = refit(model=model, settings=alone).source
+            definition = nn.define(model, mesh=mesh)
+            how = dict(choose=request.choose, search=search, converted=converted)
+            result = sensitivity.measure(definition, source, measured, **how)
             chosen = sensitivity.listed(result[result["chosen"]]["layers"])
-            model = dataclasses.replace(request.model, ladder_layers=chosen)
-            request = dataclasses.replace(request, model=model)
+            model = dataclasses.replace(model, ladder_layers=chosen)
         if settings is not None:
-            refitted = refit(model=request.model, settings=settings)
-        converted = dataclasses.replace(refitted.source, model=request.model)
-        formats.write(converted, folder, format=request.format, place=destination)
+            refitted = refit(model=model, settings=settings)
+        converted = dataclasses.replace(refitted.source, model=model)
+        formats.write(converted, folder, format=format, place=destination)
+        sublayers = [dataclasses.asdict(fit) for fit in refitted.fits]
         if result is not None:
             _write_json(folder / MEASURED, result)
         if settings is not None:
@@ -275,11 +262,24 @@ def run(args: dict) -> None:
                 "tokens": fitted.size,
                 "sequence": fitted.shape[1],
                 "texts": [dataclasses.asdict(text) for text in request.calibration],
-                "sublayers": [dataclasses.asdict(one) for one in refitted.fits],
+                "sublayers": sublayers,
             }
             _write_json(folder / REFIT, about)
-    show = _print_json if args["json"] else _print_summary
-    show(source, request, result, refitted.fits)
+    summary = {
+        "source": source.path,
+        "destination": str(destination),
+        "format": format.value,
+        "parameters": source.parameters,
+        "residual": model.residual,
+        "ladder_layers": model.ladder_layers,
+        "ranks": model.ranks,
+        "sensitivity": result,
+        "refit": sublayers,
+    }
+    if args["json"]:
+        print(json.dumps(summary))
+    else:
+        _print(**summary)
 
 
 def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -309,46 +309,34 @@ def _write_json(file: pathlib.Path, content: dict) -> None:
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _print_json(source: Source, request: Request, result: Json | None, fits: Sequence[Fit]) -> None:
-    model = request.model
-    summary = {
-        "source": source.path,
-        "destination": str(request.destination),
-        "format": request.format.value,
-        "parameters": source.parameters,
-        "residual": model.residual,
-        "ladder_layers": model.ladder_layers,
-        "ranks": model.ranks,
-        "sensitivity": result,
-        "refit": [dataclasses.asdict(fit) for fit in fits],
-    }
-    print(json.dumps(summary))
-
-
-def _print_summary(
-    source: Source, request: Request, result: Json | None, fits: Sequence[Fit]
+def _print(
+    *,
+    destination: str,
+    parameters: int,
+    residual: str,
+    ladder_layers: str | None,
+    sensitivity: Json | None,
+    refit: list[Json],
+    **_: Any,
 ) -> None:
-    model = request.model
-    layers = ""
-    if model.ladder_layers is not None:
-        layers = f", ladder layers {model.ladder_layers}"
-    print(f"{request.destination}: {source.parameters:,} parameters, {model.residual}{layers}")
-    inputs = [fit for fit in fits if fit.sublayer in SUBLAYERS]
-    outputs = [fit for fit in fits if fit not in inputs]
+    layers = "" if ladder_layers is None else f", ladder layers {ladder_layers}"
+    print(f"{destination}: {parameters:,} parameters, {residual}{layers}")
+    inputs = [fit for fit in refit if fit["sublayer"] in SUBLAYERS]
+    outputs = [fit for fit in refit if fit not in inputs]
     if inputs:
         about = f"{_means(inputs)}; each sublayer's is in {REFIT}"
         print(f"refitted {len(inputs)} sublayers: the late inputs lacked {about}")
     if outputs:
         print(f"behind these inputs, the sublayers' outputs lacked {_means(outputs)}")
-    if result is not None:
-        chosen = result["chosen"]
+    if sensitivity is not None:
+        chosen = sensitivity["chosen"]
         print(
-            f"of the choices of layers {chosen!r} costs least: {result[chosen]['cost']:.4f} nats a token over the"
-            f" standard model's {result['loss']:.4f}; all are in {request.destination / MEASURED}"
+            f"of the choices of layers {chosen!r} costs least: {sensitivity[chosen]['cost']:.4f} nats a token over the"
+            f" standard model's {sensitivity['loss']:.4f}; all are in {os.path.join(destination, MEASURED)}"
         )
 
 
-def _means(fits: Sequence[Fit]) -> str:
-    before = statistics.fmean(fit.before for fit in fits)
-    after = statistics.fmean(fit.after for fit in fits)
+def _means(fits: Sequence[Json]) -> str:
+    before = statistics.fmean(fit["before"] for fit in fits)
+    after = statistics.fmean(fit["after"] for fit in fits)
     return f"{before:.1%} of the whole ones (mean square), and lack {after:.1%} now"
