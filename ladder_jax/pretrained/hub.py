@@ -151,9 +151,16 @@ def _asking(identifier: Identifier) -> contextlib.AbstractContextManager[None]:
 
 
 def _ggufs(identifier: Identifier, folder: pathlib.Path) -> list[str]:
-    """The repository's GGUF files. Raises UserError without a connection."""
+    """The repository's GGUF files; without a connection, those in the cache. Raises UserError where
+    there are none: an older huggingface_hub gives a folder that lacks files as if it were whole.
+    """
     with _asking(identifier):
-        names = _library().HfApi().list_repo_files(identifier.repository, revision=folder.name)
+        try:
+            names = _library().HfApi().list_repo_files(identifier.repository, revision=folder.name)
+        except Exception:  # of the client's HTTP library
+            names = os.listdir(folder)
+            if not any(name.endswith(".gguf") for name in names):
+                raise
     return sorted(name for name in names if name.endswith(".gguf"))
 
 
