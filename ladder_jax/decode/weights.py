@@ -48,10 +48,12 @@ def prepare(
     says; parameters in memory stay the caller's, and what needs no change is shared.
     """
     _check_inference(definition)
-    if not callable(params):
-        return _in_memory(definition, params, loop=loop, quantize=quantize)
     store = functools.partial(_kept, definition.layout, quantize, definition.dtype)
-    return assemble(definition, params, store, loop=loop)
+    if callable(params):
+        return assemble(definition, params, store, loop=loop)
+    arrays = traverse_util.flatten_dict(params, sep="/")
+    make = lambda parameter, dims, layer: store(arrays[parameter.name], dims, layer)
+    return _arranged(_parameters(definition), make, loop=loop)
 
 
 def assemble(
@@ -65,7 +67,7 @@ def assemble(
         [(one.name, layer) for one in parameters for layer in range(one.layers) or [None]]
     )
 
-    def make(parameter, dims):
+    def make(parameter, dims, _):
         if dims == parameter.dims:
             return store(next(pieces), dims)
         stack = None
@@ -106,7 +108,7 @@ def _stack_for(layers, array):
 def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The dimensions of `prepare`'s arrays."""
     _check_inference(definition)
-    stored = lambda parameter, dims: _stored_dims(quantize, dims)
+    stored = lambda parameter, dims, _: _stored_dims(quantize, dims)
     return _arranged(_parameters(definition), stored, loop=loop)
 
 
@@ -116,7 +118,7 @@ def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.
     return _arranged(_parameters(definition), place, loop=loop)
 
 
-def _abstract(definition, quantize, parameter, dims):
+def _abstract(definition, quantize, parameter, dims, _=None):
     """Of one array, or of a stack, by its dimensions."""
     shape = parameter.piece.shape
     if dims != parameter.dims:
@@ -206,23 +208,27 @@ def _parameters(definition):
 
 
 def _arranged(parameters, make, *, loop):
-    """The tree of make(parameter, dims): one array, or a tuple of each layer's own."""
+    """The tree of make(parameter, dims, layer): one array, whose layer is None, or a tuple of each
+    layer's own.
+    """
     made = {}
     for one in parameters:
         if one.is_stacked(loop):
-            made[one.name] = make(one, f"L{one.dims}")
+            made[one.name] = make(one, f"L{one.dims}", None)
         elif one.layers:
-            made[one.name] = tuple(make(one, one.dims) for _ in range(one.layers))
+            made[one.name] = tuple(make(one, one.dims, layer) for layer in range(one.layers))
         else:
-            made[one.name] = make(one, one.dims)
+            made[one.name] = make(one, one.dims, None)
     return traverse_util.unflatten_dict(made, sep="/")
 
 
-def _kept(layout, quantize, dtype, array, dims):
-    """An array that was read, as it is to be stored. What was read is freed on return."""
-    if _stays(layout, quantize, dtype, array, dims):
+def _kept(layout, quantize, dtype, array, dims, layer=None):
+    """An array that was read, or the layer of a stack in memory, as it is to be stored. What was read
+    is freed on return.
+    """
+    if layer is None and _stays(layout, quantize, dtype, array, dims):
         return array
-    return jax.block_until_ready(_converter(layout, quantize, dtype, dims)(array, None))
+    return jax.block_until_ready(_converter(layout, quantize, dtype, dims)(array, layer))
 
 
 def _stays(layout, quantize, dtype, array, dims):
@@ -231,44 +237,13 @@ def _stays(layout, quantize, dtype, array, dims):
     return is_stored and isinstance(array, jax.Array) and array.sharding == layout.sharding(dims)
 
 
-def _in_memory(definition, params, *, loop, quantize):
-    """A module's arrays at a time; unrolled, a layer's matrices of a stack."""
-    form = definition.layout, quantize, definition.dtype
-    is_unrolled = member(Loop, "loop", loop) is Loop.UNROLLED
-    unrolled = stacks(definition.config) if is_unrolled else {}
-    stored = {}
-    for name, part in params.items():
-        leaves, structure = jax.tree.flatten(part)
-        arrays = dict(enumerate(leaves))
-        dims = jax.tree.leaves(definition.dims[name])
-        layers = range(len(unrolled.get(name, ())))
-        each = [at for at in arrays if layers and is_matrix(dims[at])]
-        if each:
-            convert = _converter(*form, tuple(dims[at].removeprefix("L") for at in each))
-            taken = tuple(arrays[at] for at in each)
-            converted = zip(*(convert(taken, layer) for layer in layers), strict=True)
-            arrays.update(zip(each, converted, strict=True))
-        others = [at for at in arrays if at not in each]
-        changes = [at for at in others if not _stays(*form, arrays[at], dims[at])]
-        if changes:
-            convert = _converter(*form, tuple(dims[at] for at in changes))
-            changed = convert(tuple(arrays[at] for at in changes), None)
-            arrays.update(zip(changes, changed, strict=True))
-        stored[name] = structure.unflatten(arrays.values())
-    return stored
-
-
 @cache_programs
 def _converter(layout, quantize, dtype, dims):
-    """A compiled (arrays or stacks, layer or None) -> the arrays as they are stored. One for all
-    layers of a stack. `dims` and the arrays are tuples, or one of each.
-    """
-    out_dims = jax.tree.map(functools.partial(_stored_dims, quantize), dims)
+    """A compiled (array or stack, layer or None) -> the array, or the stack's layer, as it is stored."""
+    out_dims = _stored_dims(quantize, dims)
 
-    def convert(arrays, layer):
-        if layer is not None:
-            arrays = jax.tree.map(lambda a: a[layer], arrays)
-        return jax.tree.map(functools.partial(_stored, quantize, dtype), arrays, dims)
+    def convert(array, layer):
+        return _stored(quantize, dtype, array if layer is None else array[layer], dims)
 
     placed = jax.tree.map(layout.sharding, out_dims)
     return apart(
