@@ -13,7 +13,6 @@ import pathlib
 import pkgutil
 import re
 import traceback
-from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,9 +23,11 @@ from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
 from ladder_jax.schedule.targets import Target
 
-SOURCES = ("config", "config/presets.json", "nn", "parallel", "residual", "scopes.py")
-TRAINING = ("retrain", "train")
-TARGETS = ("hardware.py", "schedule/targets.py")  # what a compiler is told of a target
+# of the programs, and of what a compiler is told of a target: folders and files
+SOURCES = (
+    "config config/presets.json nn parallel residual scopes.py decode retrain train overlap/programs.py"
+    " plan/confirm.py hardware.py schedule/targets.py"
+).split()
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 # variables of the environment that may change a program: of jax's all but the caches' and devices'
 FLAGS = r"XLA_FLAGS|LIBTPU_INIT_ARGS|LADDER_JAX_GROUPED_MATMUL|JAX_(?!NUM_CPU|\w*CACHE)\w+"
@@ -82,31 +83,16 @@ def compiled(request: Request, *, early: bool = False) -> Record:
 
     early: for TPUs, only until the order of operations is final; without costs and sizes.
     """
-    label = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
-    return recorded(
-        Record,
-        "ladder_jax.overlap.programs:record",
-        request,
-        target=request.target,
-        label=label,
-        sources=(*SOURCES, "overlap/programs.py", *(TRAINING if request.trains else ["decode"])),
-        early=early and request.target.platform == "tpu",
-    )
+    early = early and request.target.platform == "tpu"
+    function = "ladder_jax.overlap.programs:record"
+    return recorded(Record, function, request, target=request.target, early=early)
 
 
 def recorded[R](
-    kind: type[R],
-    function: str,
-    request: Any,
-    *,
-    target: Target,
-    label: str,
-    sources: Iterable[str],
-    early: bool = False,
+    kind: type[R], function: str, request: Any, *, target: Target, early: bool = False
 ) -> R:
     """The dataclass `kind` that `function`, "module:name", makes of `request` in a process of its
-    own; in the cache by its request, the compilers' versions and flags and the library's `sources`,
-    files and folders.
+    own; in the cache by its request, the compilers' versions and flags and the library's SOURCES.
 
     early: the function has a second argument, a folder into which XLA dumps a module once the order
     of operations is final.
@@ -121,7 +107,7 @@ def recorded[R](
     asked = [function, to_dict(request), early, python.versions(*PACKAGES), flags]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     root = pathlib.Path(__file__).parent.parent
-    for part in (*sources, *TARGETS):
+    for part in SOURCES:
         for path in (root / part, *sorted((root / part).rglob("*.py"))):
             if path.is_file():
                 digest.update(path.read_bytes())
@@ -134,7 +120,7 @@ def recorded[R](
         if early:
             dump = stack.enter_context(files.temporary())
             arguments, flags = (request, str(dump)), f"--xla_dump_to={dump} {DUMPED}"
-        terminal.say(f"compiling {label} (a minute or more)")
+        terminal.say(f"compiling for {target.name} (a minute or more)")
         record = apart(function, *arguments, target=target, flags=flags)
         try:
             write(path, record)

@@ -47,15 +47,8 @@ def confirm(candidate: Candidate) -> Confirmed:
     """
     request = candidate.request
     step = {"target": request.target.name, "run": to_dict(candidate.run())}
-    label = f"{candidate}; {request.config.num_layers} layers of {request.name} for {request.target.name}"
-    sources = (*compiling.SOURCES, *compiling.TRAINING, "overlap/programs.py", "plan/confirm.py")
     return compiling.recorded(
-        Confirmed,
-        "ladder_jax.plan.confirm:measure",
-        step,
-        target=request.target,
-        label=label,
-        sources=sources,
+        Confirmed, "ladder_jax.plan.confirm:measure", step, target=request.target
     )
 
 
