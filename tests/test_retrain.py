@@ -182,7 +182,7 @@ def test_only_the_side_network_trains(trained, place, tmp_path):
     assert new == scores[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     with refused("has a side network .model.side., which no other format has"):
         open_source(side)
-    with refused("ladder-jax overlap does not count a side network .model.side."):
+    with refused("a side network .model.side. is not counted here"):
         overlaps.make(target="cpu:8", model=str(side), phase=Phase.DECODE, residual="ladder")
     loaded = load(side, mesh=parallel.make_mesh())
     assert_array_equal(loaded(np.array([prompt + new])), scores)

@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 
 from ladder_jax.config import (
+    Execution,
     MeshConfig,
     ModelConfig,
+    check_execution,
     check_fits_mesh,
-    check_halves,
 )
 from ladder_jax.config.fields import check, natural, not_none
 from ladder_jax.config.run import check_tensor
@@ -99,12 +100,11 @@ def make(
     """A checked request. numbers: its other fields; None gives a default. A value that stands twice
     in a list counts once. Raises UserError for an invalid request.
     """
-    shape = models.by_name(model, verb="bench")
-    residuals = tuple(dict.fromkeys(residual.split(",")))
+    shape = models.by_name(model)
     request = Request(
         model=model,
         shape=shape,
-        residuals=residuals,
+        residuals=tuple(dict.fromkeys(residual.split(","))),
         batches=_positive("batch", batch),
         interleaves=_positive("interleave", interleave),
         **not_none(numbers),
@@ -113,20 +113,21 @@ def make(
         request.new_tokens > 1,
         "--new-tokens must be at least 2, not 1: the first one is the prefill's",
     )
-    for one, name in itertools.product(request.interleaves, residuals):
-        check_halves(one, model=models.variant(shape, name, ranks=None), rows=2)
-    if request.share is None:
-        return request
-    check(
-        shape.moe is None,
-        "--share is for dense models: a rank alone cannot route among all experts of the model",
-    )
-    check(
-        request.tensor in (None, 1),
-        f"--share runs one rank on one device: leave --tensor {request.tensor} out",
-    )
-    check_fits_mesh(shape, MeshConfig(tensor=request.share))
-    return dataclasses.replace(request, tensor=1)
+    if request.share is not None:
+        check(
+            shape.moe is None,
+            "--share is for dense models: a rank alone cannot route among all experts of the model",
+        )
+        check(
+            request.tensor in (None, 1),
+            f"--share runs one rank on one device: leave --tensor {request.tensor} out",
+        )
+        check_fits_mesh(shape, MeshConfig(tensor=request.share))
+        request = dataclasses.replace(request, tensor=1)
+    for one in request.variants:
+        execution = Execution(interleave=one.interleave)
+        check_execution(execution, model=request.config(one.residual), rows=2)
+    return request
 
 
 def on_devices(request: Request, *, count: int) -> Request:

@@ -9,6 +9,7 @@ import numbers
 import pathlib
 import re
 from collections.abc import Sequence
+from typing import Annotated
 
 from ladder_jax.config.fields import Count, Few, Positive, Section, build, check, check_type
 from ladder_jax.config.model_sections import MoEConfig, SideConfig
@@ -362,6 +363,11 @@ class Interleave(enum.Enum):
         return self.value
 
 
+type Parts = Annotated[
+    int, (lambda value: value in (1, 2), "be 1 (the whole batch) or 2 (two halves of it in turn)")
+]
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Execution(Section):
     """How a forward pass is executed, and the backward pass of it: whatever this says, the function
@@ -378,40 +384,37 @@ class Execution(Section):
     launch: Launch = Launch.CHAINED
     sequence_parallel: bool = False
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
-    interleave: int = 1
-
-    def _check(self):
-        check_interleave(self.interleave)
-
-
-def check_interleave(interleave: int) -> None:
-    """Raises UserError for another number than 1 and 2."""
-    if interleave not in (1, 2):
-        raise UserError(
-            f"interleave must be 1 (the whole batch) or 2 (two halves of it in turn), not {interleave!r}"
-        )
+    interleave: Parts = 1
 
 
 SCANNED = Execution()
 UNROLLED = Execution(loop=Loop.UNROLLED)
 
 
-def check_halves(
-    interleave: int,
-    *,
-    model: ModelConfig,
-    rows: int,
-    sequence_parallel: bool = False,
-    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
+def check_execution(
+    execution: Execution, *, model: ModelConfig, rows: int, splits: bool = False
 ) -> None:
-    """Raises UserError where two halves of `rows` rows in turn, or of an odd number's sequences,
-    are no program.
+    """Raises UserError for an execution that is none of this model's on a device of `rows` rows.
+    splits: whether the stream is split along the sequence.
     """
-    check_interleave(interleave)
-    if interleave == 1:
+    form = execution.collective_matmul
+    if form is not CollectiveMatmul.NONE:
+        check(
+            execution.sequence_parallel,
+            "collective_matmul=ring needs sequence_parallel: without it no gather stands before a matmul",
+        )
+        check(
+            not model.residual.startswith("parallel"),
+            f"collective_matmul=ring: attention and MLP of {model.residual} share one gather",
+        )
+        check(
+            model.moe is None,
+            "collective_matmul=ring: experts (model.moe) sort their rows, which no ring brings",
+        )
+    if execution.interleave == 1:
         return
     check(
-        rows % 2 == 0 or not sequence_parallel,
+        rows % 2 == 0 or not splits,
         f"interleave=2 halves the rows of a split stream on each device: {rows} is an odd number",
     )
     check(
@@ -423,27 +426,6 @@ def check_halves(
         "interleave=2 is not for farskip with a shared expert, which is reduced with attention",
     )
     check(
-        collective_matmul is CollectiveMatmul.NONE,
-        f"interleave=2 hides gathers and scatters, of which collective_matmul={collective_matmul.value}"
-        " leaves none",
-    )
-
-
-def check_collective_matmul(
-    form: CollectiveMatmul, *, model: ModelConfig, sequence_parallel: bool
-) -> None:
-    """Raises UserError where no gather or scatter belongs to one sublayer's matmuls."""
-    if form is CollectiveMatmul.NONE:
-        return
-    check(
-        sequence_parallel,
-        "collective_matmul=ring needs sequence_parallel: without it no gather stands before a matmul",
-    )
-    check(
-        not model.residual.startswith("parallel"),
-        f"collective_matmul=ring: attention and MLP of {model.residual} share one gather",
-    )
-    check(
-        model.moe is None,
-        "collective_matmul=ring: experts (model.moe) sort their rows, which no ring brings",
+        form is CollectiveMatmul.NONE,
+        f"interleave=2 hides gathers and scatters, of which collective_matmul={form.value} leaves none",
     )

@@ -29,8 +29,7 @@ from ladder_jax.config.model import (
     Loop,
     ModelConfig,
     Remat,
-    check_collective_matmul,
-    check_halves,
+    check_execution,
     parse_residual,
 )
 from ladder_jax.config.model_sections import ExpertParallelism, check_exchange
@@ -346,7 +345,6 @@ class RunConfig(Section):
             " (allowed: standard, ladder, ladder-K, ladder-fresh, parallel, parallel-shared-norm, parallel-ladder,"
             " farskip)",
         )
-        check_collective_matmul(train.collective_matmul, model=model, sequence_parallel=split)
         if self.mesh.experts is ExpertParallelism.EXCHANGE:
             check_exchange(model.moe, residual=model.residual, sequence_parallel=split)
         check(
@@ -354,13 +352,14 @@ class RunConfig(Section):
             f"train.accumulate={train.accumulate} does not divide a device's {of_device} rows (train.batch="
             f"{train.batch} over data x fsdp = {rows})",
         )
-        check_halves(
-            2 if train.interleave is Interleave.HALVES else 1,
-            model=model,
-            rows=of_device // train.accumulate,
-            sequence_parallel=split and tensor > 1,
+        # what `auto` chooses is checked where it is chosen
+        execution = Execution(
+            sequence_parallel=split,
             collective_matmul=train.collective_matmul,
+            interleave=2 if train.interleave is Interleave.HALVES else 1,
         )
+        rows = of_device // train.accumulate
+        check_execution(execution, model=model, rows=rows, splits=split and tensor > 1)
 
     @property
     def retrains(self) -> bool:

@@ -21,9 +21,8 @@ from ladder_jax.config import (
     ExpertParallelism,
     ModelConfig,
     Phase,
-    check_collective_matmul,
     check_exchange,
-    check_halves,
+    check_execution,
 )
 from ladder_jax.config.fields import check, check_type, member
 from ladder_jax.errors import UserError, unknown
@@ -91,18 +90,7 @@ class ModelDef:
         """Raises UserError for an execution that is none of this model's, on a rank of `rows`
         rows.
         """
-        check_collective_matmul(
-            execution.collective_matmul,
-            model=self.config,
-            sequence_parallel=execution.sequence_parallel,
-        )
-        check_halves(
-            execution.interleave,
-            model=self.config,
-            rows=rows,
-            sequence_parallel=self.splits(execution),
-            collective_matmul=execution.collective_matmul,
-        )
+        check_execution(execution, model=self.config, rows=rows, splits=self.splits(execution))
 
     def wire(self, execution: Execution) -> residual.AllReduce:
         """How sublayers' outputs cross the ranks: on a rank, inside a shard_map."""

@@ -120,7 +120,7 @@ def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
     invalid one.
     """
     parsed = targets.parse(target)
-    config = models.by_name(model, verb="overlap")
+    config = models.by_name(model)
     options = not_none(options)
     decodes = phase is Phase.DECODE
     prompt = options.get("prompt_length", 1024)

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 
 from ladder_jax.config import (
     CollectiveMatmul,
+    Execution,
     ExpertParallelism,
     Interleave,
     MeshConfig,
     ModelConfig,
     Remat,
     RunConfig,
+    check_execution,
     check_fits_mesh,
-    check_halves,
     is_file,
     load,
     parse_residual,
@@ -79,7 +80,7 @@ def make(
     request.
     """
     changes = not_none({"residual": residual, "num_layers": layers})
-    config = dataclasses.replace(models.by_name(model, verb="plan"), **changes)
+    config = dataclasses.replace(models.by_name(model), **changes)
     if capacity is not None:
         check(
             config.moe is not None,
@@ -94,7 +95,7 @@ def make(
         f"{config.residual} is a function of the number of ranks: give model.ranks in a file",
     )
     if interleave is Interleave.HALVES:
-        check_halves(2, model=config, rows=2)
+        check_execution(Execution(interleave=2), model=config, rows=2)
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
     given = load(model) if is_file(model) else RunConfig()
     uncounted = {

@@ -5,13 +5,14 @@ import dataclasses
 from ladder_jax.config import (
     EXPERT_RESIDUALS,
     RESIDUALS,
+    Execution,
     ExpertParallelism,
     Interleave,
     Launch,
     ModelConfig,
     Phase,
     check_exchange,
-    check_halves,
+    check_execution,
     parse_residual,
 )
 from ladder_jax.config.fields import check, not_none, passes
@@ -104,7 +105,7 @@ def make(
     The arguments are those of `ladder-jax predict`, by name: options are further fields of
     `Request`. None gives a default: all devices, all residuals that can be predicted.
     """
-    shape = models.by_name(model, verb="predict")
+    shape = models.by_name(model)
     machine = machines.load(hardware)
     options = not_none(options)
     phase = phase or GENERATE
@@ -154,7 +155,7 @@ def _check_residual(request: Request, name: str, *, named: bool = False) -> None
         check_exchange(config.moe, residual=known, sequence_parallel=True)
     if named and request.interleave is Interleave.HALVES:
         rows = request.batch if exchanges else 2
-        check_halves(2, model=config, rows=rows, sequence_parallel=exchanges)
+        check_execution(Execution(interleave=2), model=config, rows=rows, splits=exchanges)
 
 
 def _check(request: Request) -> None:

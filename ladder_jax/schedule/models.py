@@ -9,16 +9,16 @@ from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import local_path
 
 
-def by_name(name: str, *, verb: str) -> ModelConfig:
+def by_name(name: str) -> ModelConfig:
     """A preset's, a configuration file's, or that of a model in any format: see
     `pretrained.model_config`.
 
     Imports jax only for the last. Raises UserError for an unknown name, and for a model with a side
-    network, whose matrices the verb's formulas do not have.
+    network, whose matrices the verbs' formulas do not have.
     """
     config = _by_name(name)
     if config.side is not None:
-        raise UserError(f"ladder-jax {verb} does not count a side network (model.side)")
+        raise UserError("a side network (model.side) is not counted here")
     return config
 
 
