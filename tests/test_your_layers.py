@@ -351,7 +351,7 @@ def test_what_sublayers_change_is_changed_in_the_stack(settings):
         with jax.enable_x64(True):
             exact = float(expected(calls))
         # of unrolled layers jax takes each slice of the kept keys for a use
-        with jax.debug_key_reuse(settings.get("loop") != "unrolled"):
+        with jax.debug_key_reuse(settings.get("loop") != "unrolled"), jax.checking_leaks():
             loss, gradients = call(stack)
         assert cases.error(loss, exact) < X.size * LIMIT
         assert np.isfinite(gradients.layers.mlp.weight[...]).all()

@@ -111,10 +111,10 @@ def _run(
 
     def outputs(params, x):
         first = params[0] if own else jax.tree.map(lambda a: a[0], params)
-        return [sublayer(pvary(x, axes)) for sublayer in of_layer(first)]
+        return [sublayer(pvary(x, axes)) for sublayer in of_layer(first)], changed and changed()
 
     # one for all, as any of them may be what a scan carries from layer to layer
-    dtype = jnp.result_type(*jax.eval_shape(outputs, params, x))
+    dtype = jnp.result_type(*jax.eval_shape(outputs, params, x)[0])
     state, _, of_layers = run_layers(
         body,
         wire.begin(x, steps[0][0]),
@@ -181,9 +181,14 @@ class Stack(nnx.Module):
             return self.sublayers(module)
 
         def changed():
-            """What the sublayers of the newest module have changed."""
+            """What the sublayers of the newest module have changed, which is then let go: its
+            tracers would leak.
+            """
+            nonlocal module, before
             after = _values(module)
-            return {path: after[path] for path in before if after[path] is not before[path]}
+            found = {path: after[path] for path in before if after[path] is not before[path]}
+            module = before = None
+            return found
 
         settings = dict(axes=self.axes, execution=self.execution, changed=changed)
         stream, updated = _run(self.topology, blocks, x, params=params, **settings)
