@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import pathlib
+import pkgutil
 import resource
 import signal
 
@@ -170,6 +171,18 @@ def prints(capsys):
         return capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def compiled_here(monkeypatch, tmp_path):
+    """What a command compiles in a process of its own is compiled in this one, and kept by the
+    test.
+    """
+    from ladder_jax.overlap import compile as compiling
+
+    here = lambda function, *arguments, **_: pkgutil.resolve_name(function)(*arguments)
+    monkeypatch.setattr(compiling, "apart", here)
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
 
 
 @pytest.fixture

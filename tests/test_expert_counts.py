@@ -158,8 +158,8 @@ def test_parameters_held_and_active():
     assert dense["parameters"] == dense["parameters_active"]
 
 
-def test_overlap_reports_them(tmp_path, monkeypatch, prints):
-    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("compiled_here")
+def test_overlap_reports_them(prints):
     told = lambda words: prints("overlap", *words.split())
     words = "--model tiny-moe --target cpu:2 --phase prefill --residual farskip --layers 1 --prompt-length 16"
     found = json.loads(told(f"{words} --json"))

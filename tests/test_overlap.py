@@ -94,6 +94,7 @@ def test_text_begins_with_the_verdict(told, kept, monkeypatch):
     assert len(os.listdir(kept / "schedules")) == 1  # one program, kept
 
 
+@pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize(
     "phase, loop, count",
     covering.marked(
@@ -113,6 +114,7 @@ def test_phases(told, phase, loop, count):
     assert found["other_hidden"] == 0
 
 
+@pytest.mark.usefixtures("compiled_here")
 def test_weights_and_a_stream_that_are_split(told):
     """2 layers of 7 matrices: gathered again in the backward pass, too; and both halves of 4
     sums.

@@ -409,8 +409,8 @@ def test_nothing_fits():
     assert " candidates the small" in reason
 
 
-def test_a_confirmed_answer(capsys, prints, monkeypatch, tmp_path):
-    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("compiled_here")
+def test_a_confirmed_answer(capsys, prints):
     ask = "plan --model tiny --target cpu:8 --tokens 256 --sequence 32 --layers 1".split()
     said = prints(*ask, "--json")
     found = json.loads(said)

@@ -34,9 +34,9 @@ def openai():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A run's folder with one checkpoint: two layers, bytes."""
+    """A run's folder with one checkpoint: one layer, bytes."""
     folder = tmp_path_factory.mktemp("serve")
-    definition = cases.define("ladder", tensor=2, num_layers=2, vocab_size=256)
+    definition = cases.define("ladder", tensor=2, num_layers=1, vocab_size=256)
     starts.save(folder / "checkpoints", definition, run=FolderConfig(name=MODEL))
     return folder
 
