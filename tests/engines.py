@@ -15,9 +15,9 @@ DECODER = Bytes().to_bytes
 
 
 @functools.cache
-def parts(name="ladder", *, poison=None, **mesh):
-    """A definition of two layers, and parameters of which one token's embedding is no number."""
-    definition = cases.define(name, num_layers=2, **mesh)
+def parts(name="ladder", *, poison=None, num_layers=1, **mesh):
+    """A definition, and parameters of which one token's embedding is no number."""
+    definition = cases.define(name, num_layers=num_layers, **mesh)
     params = cases.parameters(definition)
     if poison is not None:
         params["embedding"]["table"][poison] = np.nan

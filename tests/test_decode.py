@@ -74,7 +74,7 @@ def test_the_same_seed_gives_the_same_tokens_on_every_mesh(data, temperature):
 
 def test_greedy_generation_is_the_argmax_of_the_full_pass():
     """Every token of every row, from the logits of a pass over all that came before it."""
-    definition, params = engines.parts(tensor=4)
+    definition, params = engines.parts(tensor=4, num_layers=2)
     ours = decode.Generator(definition, params)
     new = ours.tokens(PROMPTS, config=DecodeConfig(max_new_tokens=18))
     whole = np.zeros((3, 58), np.int32)  # what follows a row's end is not seen

@@ -122,6 +122,7 @@ def test_a_run_reports_what_it_drops(form, book, tmp_path):
         "mesh.tensor=4",
         f"mesh.experts={form.value}",
         "train.sequence_parallel=true",
+        "model.num_layers=1",
         "model.moe.top_k=6",
         "model.moe.capacity=0.25",
         "train.steps=2",

@@ -19,7 +19,7 @@ from tests.lines import write
 CAPACITY = 48  # with the last chunk, caches of 64 positions: as long as the generator's
 FORMS = {
     "1": (dict(tensor=1), dict(loop=Loop.UNROLLED)),
-    "2, scan, int8": (dict(tensor=2), dict(loop=Loop.SCAN, quantize=Quantize.INT8)),
+    "2, scan, int8": (dict(tensor=2, num_layers=2), dict(loop=Loop.SCAN, quantize=Quantize.INT8)),
 }
 FILTERED = dict(
     temperature=0.9, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=7, logprobs=True
@@ -125,7 +125,7 @@ def test_logits_without_numbers_end_the_pieces():
 def run(tmp_path_factory):
     """A checkpoint for bytes."""
     folder = tmp_path_factory.mktemp("run")
-    starts.save(folder / "checkpoints", cases.define("ladder", num_layers=2, vocab_size=256))
+    starts.save(folder / "checkpoints", cases.define("ladder", num_layers=1, vocab_size=256))
     return folder
 
 
@@ -154,7 +154,7 @@ def test_one_prompt_uses_no_engine(run, tmp_path, prints, monkeypatch):
 
 def test_a_prompt_without_numbers(tmp_path, capsys, monkeypatch):
     """A stream shows what came before."""
-    definition = cases.define("ladder", num_layers=2, vocab_size=256)
+    definition = cases.define("ladder", num_layers=1, vocab_size=256)
     values = cases.parameters(definition)
     values["embedding"]["table"][ord("z")] = np.nan
     monkeypatch.setattr(cases, "parameters", lambda _: values)

@@ -82,7 +82,8 @@ def test_half_of_a_sequence_is_half_of_the_work():
     covering.full(dict(fsdp=2, tensor=2), dict(remat=Remat.FULL)),
 ])  # fmt: skip
 def test_beside_the_other_axes(mesh, settings):
-    cases.check_case("hybrid-list", mesh, shape_BT=(16, 9), interleave=2, **settings)
+    form = dict(mesh, num_layers=3)
+    cases.check_case("hybrid-list", form, shape_BT=(16, 9), interleave=2, **settings)
 
 
 @pytest.mark.parametrize("rows", [3, covering.full(4)])
@@ -90,7 +91,7 @@ def test_packed_documents(rows):
     """A position of the later half attends to those of its own document in the first one, and to no
     other.
     """
-    definition = cases.define("ladder", tensor=4)
+    definition = cases.define("ladder", tensor=4, num_layers=1)
     segments = np.repeat(np.array([[1, 1, 1, 2, 2, 2, 2, 2, 2, 3]]), rows, 0)
     batch = Batch(tokens=cases.tokens((rows, 10)), segments=segments, loss_mask=None)
     params = cases.placed(definition)
@@ -106,8 +107,9 @@ def test_experts_whose_sums_are_reduced(name):
     """Their statistics are sums over both halves, so the routers' losses are those of the whole
     batch.
     """
-    definition = experts.define(name, "shared", tensor=4)
-    experts.check_gradients(definition, experts.dense_gradients(name, "shared"), interleave=2)
+    definition = experts.define(name, "shared", tensor=4, num_layers=1)
+    expected = experts.dense_gradients(name, "shared", num_layers=1)
+    experts.check_gradients(definition, expected, interleave=2)
 
 
 PREFILLS = covering.rows(
@@ -133,16 +135,16 @@ def test_prefill(name, loop, rows):
 
 
 @pytest.mark.parametrize("name, changes, count", [
-    ("standard", dict(tensor=8), 4 * communication.NUM_LAYERS - 1),
-    covering.full("ladder", dict(tensor=8), 4 * communication.NUM_LAYERS - 1),
-    ("standard", dict(tensor=4, qk_norm="all-heads"), 2 * communication.NUM_LAYERS),
+    ("standard", dict(tensor=8), 7),
+    covering.full("ladder", dict(tensor=8), 7),
+    ("standard", dict(tensor=4, qk_norm="all-heads"), 4),
 ])  # fmt: skip
 def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch):
-    """Every half's every sum but the last is started before the other half's sublayer; only MLPs
+    """Of two layers: every half's every sum but the last is started before the other half's sublayer; only MLPs
     stand beside one where attention's query and key norms reduce over all heads.
     """
     started = communication.start_on_a_cpu(monkeypatch)
-    definition = cases.define(name, **changes)
+    definition = cases.define(name, num_layers=2, **changes)
     form = dict(loop=Loop.UNROLLED)
     asked = definition, cases.tokens((4, 8)), [8] * 4
     decode.prefill.cache_clear()
@@ -155,7 +157,8 @@ def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch)
 @pytest.mark.parametrize("rows", [1, covering.full(2)])
 def test_text_of_prompts_that_are_read_in_halves(rows):
     """Whole, in chunks, and by the engine: the same tokens."""
-    definition, params = engines.parts("standard", tensor=2)
+    definition = cases.define("standard", tensor=2, num_layers=1)
+    params = cases.placed(definition)
     prompts = [list(row) for row in cases.tokens((rows, 40))]
     generator = decode.Generator(definition, params)
     texts = []
@@ -229,9 +232,10 @@ def test_experts_that_exchange_rows(name, kind, loop, remat):
     """Every half's rows are sent by themselves."""
     mesh = dict(data=2 if name == "ladder" else 1, tensor=2 if loop is Loop.SCAN else 4)
     settings = dict(loop=loop, remat=remat, sequence_parallel=True, interleave=2)
-    expected = experts.dense_gradients(name, kind, num_layers=2)
-    definition = experts.exchanging(name, kind, num_layers=2, **mesh)
+    layers = dict(num_layers=2 if loop is Loop.SCAN else 1)
+    expected = experts.dense_gradients(name, kind, **layers)
+    definition = experts.exchanging(name, kind, **layers, **mesh)
     text = experts.check_gradients(definition, expected, **settings)
     if loop is Loop.UNROLLED and remat is Remat.NONE:
         sent = text.count(" all-to-all(")
-        assert sent == 2 * 2 * 2 * 2  # layers, to the experts and back, halves, directions
+        assert sent == 2 * 2 * 2  # to the experts and back, halves, directions

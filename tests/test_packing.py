@@ -111,7 +111,7 @@ def unpacked():
 )
 def test_the_packed_loss_is_that_of_the_documents(unpacked, mesh, form):
     packed, loss, grads = unpacked
-    definition, params = engines.parts(**mesh)
+    definition, params = engines.parts(num_layers=2, **mesh)
     found = jax.jit(train.loss_and_gradients(definition, **form))(params, packed)
     cases.assert_close(found, (loss, grads), definition=definition)
     if not mesh:

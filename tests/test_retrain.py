@@ -15,13 +15,14 @@ from numpy.testing import assert_array_equal
 from ladder_jax import checkpoint, config, files, nn, parallel, train
 from ladder_jax.checkpoint import manifest
 from ladder_jax.config import DecodeConfig, Phase
+from ladder_jax.data import tokenizer
 from ladder_jax.errors import RunFailed
 from ladder_jax.overlap import request as overlaps
 from ladder_jax.pretrained.formats import define, open_model, open_source
-from ladder_jax.pretrained.transformer import load
+from ladder_jax.pretrained.transformer import Transformer, load
 from ladder_jax.retrain import sources
 from ladder_jax.train import folder, metrics
-from tests import tokenizers
+from tests import cases, tokenizers
 from tests.covering import full
 from tests.lines import write
 from tests.refusals import refused
@@ -57,12 +58,8 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a tokenizer, a standard run of eight steps ("base"), examples, and an empty
-    recipe.
-    """
+    """A folder with a standard model ("base") and its tokenizer, examples, and an empty recipe."""
     place = tmp_path_factory.mktemp("retrain")
-    folder = tokenizers.folder(place / "tokenizer")
-    (place / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 60)
     (place / "recipe.yaml").write_text("run: {name: recipe}\n")
     turn = lambda role, text: {"role": role, "content": text}
     examples = []
@@ -72,17 +69,10 @@ def place(tmp_path_factory):
         examples += [{"messages": chat}, {"prompt": f"the {i} ", "completion": "cat sat"}]
     examples += [{"text": "and the rat sat on the mat " * 9}]
     write(place / "chats.jsonl", examples)
-    overrides = [
-        *RUN,
-        *SHAPE,
-        "model.residual=standard",
-        f"data.path={place / 'book.txt'}",
-        f"data.tokenizer={folder}",
-    ]
-    train.run(
-        config.load("tiny", overrides=[*overrides, f"run.dir={place / 'base'}"]),
-        say=lambda line: None,
-    )
+    shape = config.load("tiny", overrides=[*SHAPE, "model.residual=standard"]).model
+    params = cases.parameters(nn.define(shape, mesh=parallel.make_mesh()))
+    tokens = tokenizer.load(tokenizers.folder(place / "tokenizer"))
+    Transformer(shape, params=params, tokenizer=tokens).save(place / "base")
     return place
 
 
