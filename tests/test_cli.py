@@ -157,7 +157,11 @@ def test_a_mistake_of_a_process(run_cli, tmp_path):
 
 @pytest.mark.parametrize(
     "name, value",
-    [("JAX_PLATFORMS", "gpux"), ("JAX_NUM_CPU_DEVICES", "four"), ("JAX_ENABLE_X64", "x")],
+    {
+        "JAX_PLATFORMS": "gpux",
+        "JAX_NUM_CPU_DEVICES": "four",
+        "JAX_ENABLE_X64": "x",
+    }.items(),
 )
 def test_a_variable_of_jax_that_is_wrong(run_cli, tmp_path, name, value):
     done = run_cli("train", "tiny", cwd=tmp_path, check_status=2, **{name: value})

@@ -86,12 +86,12 @@ def test_greedy_generation_is_the_argmax_of_the_full_pass():
 
 
 @pytest.mark.parametrize(
-    "prompts, message",
-    [
-        ([], "no prompt"),
-        ([[]], "prompt is empty"),
-        ([[1, 251], [-1]], "token 251, outside"),
-    ],
+    "message, prompts",
+    {
+        "no prompt": [],
+        "prompt is empty": [[]],
+        "token 251, outside": [[1, 251], [-1]],
+    }.items(),
 )
 def test_impossible_prompts(prompts, message):
     with refused(message):

@@ -131,7 +131,14 @@ def test_low_rank_factors(name, kind, mesh, form):
     check_low_rank(plan, experts.tokens(), of, count=4 + 3 * groups, **settings)
 
 
-@pytest.mark.parametrize("before, after", [(None, 1.25), (1.25, None), (1.25, 3.0)])
+@pytest.mark.parametrize(
+    "after, before",
+    {
+        1.25: None,
+        None: 1.25,
+        3.0: 1.25,
+    }.items(),
+)
 def test_a_capacity_may_change(before, after):
     """It says how training computes; all other fields of experts say which parameters there are, or
     what they mean.

@@ -71,7 +71,14 @@ def test_products(rows, sizes, inner, outer):
                 assert not np.any(np.asarray(ours))
 
 
-@pytest.mark.parametrize("rows, height", [(8, 16), (160, 64), (5_000, 128)])
+@pytest.mark.parametrize(
+    "rows, height",
+    {
+        8: 16,
+        160: 64,
+        5_000: 128,
+    }.items(),
+)
 def test_a_tiles_height_is_one_that_triton_has(rows, height, monkeypatch):
     """A power of two: the interpreter takes any."""
     chosen = []

@@ -126,7 +126,14 @@ def test_the_kernel_follows_the_meshs_devices(platform, kind, head_dim, dtype, k
     ) is attention.Kernel(kernel)
 
 
-@pytest.mark.parametrize("capacity, kept", [(1, 128), (128, 128), (129, 256)])
+@pytest.mark.parametrize(
+    "capacity, kept",
+    {
+        1: 128,
+        128: 128,
+        129: 256,
+    }.items(),
+)
 def test_the_paged_kernels_cache_has_whole_pages(capacity, kept):
     definition = cases.define("ladder")
     vars(definition)["kernel"] = attention.Kernel.PAGED  # a TPU's

@@ -80,12 +80,12 @@ def test_a_plan_of_a_file_replaces_what_the_file_says_of_the_mesh_and_the_stream
 
 @pytest.mark.parametrize(
     "setting, sections",
-    [
-        ("train.freeze=1", "train: {start: base, freeze: 1}"),
-        ("lora.rank=8", "train: {start: base}\nlora: {rank: 8}"),
-        ("distill.teacher=other", "distill: {teacher: other}"),
-        ("conversion.steps=9", "conversion: {steps: 9}"),
-    ],
+    {
+        "train.freeze=1": "train: {start: base, freeze: 1}",
+        "lora.rank=8": "train: {start: base}\nlora: {rank: 8}",
+        "distill.teacher=other": "distill: {teacher: other}",
+        "conversion.steps=9": "conversion: {steps: 9}",
+    }.items(),
 )
 def test_a_file_that_trains_less_or_on_more_is_refused(setting, sections, tmp_path):
     file = tmp_path / "mine.yaml"

@@ -174,12 +174,12 @@ def test_damaged_results(tmp_path, capsys, left, said):
 
 
 @pytest.mark.parametrize(
-    "asked, said",
-    [
-        (dict(seeds=0), "--seeds must be positive"),
-        (dict(topologies=["ladder", "laddr-2"]), "did you mean 'ladder-2'"),
-        (dict(overrides=["train.step=3"]), "did you mean 'train.steps'"),
-    ],
+    "said, asked",
+    {
+        "--seeds must be positive": dict(seeds=0),
+        "did you mean 'ladder-2'": dict(topologies=["ladder", "laddr-2"]),
+        "did you mean 'train.steps'": dict(overrides=["train.step=3"]),
+    }.items(),
 )
 def test_the_study_refuses_what_cannot_be(tmp_path, asked, said):
     with refused(said):

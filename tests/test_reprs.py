@@ -95,50 +95,37 @@ def report(tmp_path):
 
 LONG = dict(max_new_tokens=7, temperature=0.5, stop=["stop"] * 100, seed=1)
 OBJECTS = {
-    "model": (lambda _: model(), "Transformer of 1,552,"),
-    "model on a mesh": (
-        lambda _: model(parallel.make_mesh(data=2, tensor=2)),
-        "Mesh('data': 2, 'fsdp': 1, 'tensor': 2, ",
+    "Transformer of 1,552,": lambda _: model(),
+    "Mesh('data': 2, 'fsdp': 1, 'tensor': 2, ": lambda _: model(
+        parallel.make_mesh(data=2, tensor=2)
     ),
-    "layers": (lambda _: model().layers, "attention.query_bias: Parameter(LNH, float32[8, 8, 16])"),
-    "parameter": (lambda _: model().head.table, "Parameter(VD, float32[256, 128])"),
-    "definition": (lambda _: model().definition, "ModelDef(config=ModelConfig(num_layers=8, "),
-    "program": (
-        lambda _: nn.compiled_logits(model().definition),
-        "compiled_logits.<locals>.stripped, no options",
+    "attention.query_bias: Parameter(LNH, float32[8, 8, 16])": lambda _: model().layers,
+    "Parameter(VD, float32[256, 128])": lambda _: model().head.table,
+    "ModelDef(config=ModelConfig(num_layers=8, ": lambda _: model().definition,
+    "compiled_logits.<locals>.stripped, no options": lambda _: nn.compiled_logits(
+        model().definition
     ),
-    "stack": (stack, "Stack of Block, 5,760 parameters\nTopology of 40 layers"),
-    "source": (source, "Source(path='a/model.gguf', model=ModelConfig("),
-    "opened": (opened, "OpenedModel('a/model.gguf', a Source)"),
-    "model with text": (
-        lambda _: pretrained.Transformer(BIG, params=model().definition.abstract),
-        "\n  tokenizer: Bytes(",
+    "Stack of Block, 5,760 parameters\nTopology of 40 layers": stack,
+    "Source(path='a/model.gguf', model=ModelConfig(": source,
+    "OpenedModel('a/model.gguf', a Source)": opened,
+    "\n  tokenizer: Bytes(": lambda _: pretrained.Transformer(
+        BIG, params=model().definition.abstract
     ),
-    "generator": (generator, "Generator(loop='unrolled', quantize='none', of ModelDef("),
-    "request": (
-        lambda _: decode.Request(range(10_000), **LONG),
-        "max_new_tokens=7, temperature=0.5, seed=1",
+    "Generator(loop='unrolled', quantize='none', of ModelDef(": generator,
+    "max_new_tokens=7, temperature=0.5, seed=1": lambda _: decode.Request(range(10_000), **LONG),
+    "finish='stop', prompt_tokens=7)": lambda _: decode.Result(
+        tuple(range(9999)), "text " * 9999, (0.5,) * 9999, decode.Finish.STOP, 7
     ),
-    "result": (
-        lambda _: decode.Result(
-            tuple(range(9999)), "text " * 9999, (0.5,) * 9999, decode.Finish.STOP, 7
-        ),
-        "finish='stop', prompt_tokens=7)",
-    ),
-    "checkpoint": (saved, "step=12, config=RunConfig("),
-    "state": (state, "4,300 parameters"),
-    "token store": (store, "199 documents, "),
-    "tokenizer": (
-        lambda path: load(tokenizers.folder(path / "t")),
-        "HuggingFace(",
-    ),
-    "report": (report, "... and 110 more rows"),
+    "step=12, config=RunConfig(": saved,
+    "4,300 parameters": state,
+    "199 documents, ": store,
+    "HuggingFace(": lambda path: load(tokenizers.folder(path / "t")),
+    "... and 110 more rows": report,
 }
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-def test_reprs_are_short(name, tmp_path):
-    make_it, said = OBJECTS[name]
+@pytest.mark.parametrize("said, make_it", OBJECTS.items())
+def test_reprs_are_short(said, make_it, tmp_path):
     shown = repr(make_it(tmp_path))
     assert len(shown) <= 2000 and shown.count("\n") < 30, (len(shown), shown)
     assert said in shown and " object at 0x" not in shown, shown

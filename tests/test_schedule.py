@@ -112,7 +112,12 @@ def read(name, *, ranks, ff=F):
 
 
 @pytest.mark.parametrize(
-    "name, ff", [("h100-split", F), ("tpu7x-split", 4 * F), ("v5p-split", 4 * F)]
+    "name, ff",
+    {
+        "h100-split": F,
+        "tpu7x-split": 4 * F,
+        "v5p-split": 4 * F,
+    }.items(),
 )
 def test_both_halves_of_a_reduction_hide(name, ff):
     """v5p's compiler rewrites a reduce-scatter to an all-reduce, of which it forgets whose it

@@ -140,11 +140,11 @@ ENTRY"""
 
 @pytest.mark.parametrize(
     "pairs, ranks",
-    [
-        ("{0,0},{1,2},{2,1},{3,3}", [2]),  # a matrix is transposed: the diagonal stays
-        ("{0,1},{1,2}", [0]),
-        ("{0,0},{1,1}", []),  # nothing moves
-    ],
+    {
+        "{0,0},{1,2},{2,1},{3,3}": [2],  # a matrix is transposed: the diagonal stays
+        "{0,1},{1,2}": [0],
+        "{0,0},{1,1}": [],  # nothing moves
+    }.items(),
 )
 def test_permutes(pairs, ranks):
     line = f"  %permute = bf16[512,2048]{{1,0}} collective-permute(%x), source_target_pairs={{{pairs}}}"
@@ -302,15 +302,15 @@ def test_owner(op_name, owner):
 
 
 @pytest.mark.parametrize(
-    "layers, words",
-    [
-        ("3", "3"),
-        ("31", "3, 1"),
-        ("3201", "0-3"),
-        ("420", "4, 2, 0"),
-        ("1123", "1-3"),
-        (["0-1", "2"], "0-1, 2"),
-    ],
+    "words, layers",
+    {
+        "3": "3",
+        "3, 1": "31",
+        "0-3": "3201",
+        "4, 2, 0": "420",
+        "1-3": "1123",
+        "0-1, 2": ["0-1", "2"],
+    }.items(),
 )
 def test_names_of_layers(layers, words):
     assert layer_range(list(layers)) == words

@@ -95,7 +95,14 @@ def test_what_a_teacher_inherits(changes, shared):
     assert loss.shared_layers(named) == 0
 
 
-@pytest.mark.parametrize("capacity, shared", [(None, FROZEN), (2.5, 0), (3.0, FROZEN)])
+@pytest.mark.parametrize(
+    "capacity, shared",
+    {
+        None: FROZEN,
+        2.5: 0,
+        3.0: FROZEN,
+    }.items(),
+)
 def test_what_a_teacher_with_experts_inherits(capacity, shared):
     """Of two of six experts, three times the mean rows are all."""
     moe = dict(experts.KINDS["shared"], capacity=capacity)

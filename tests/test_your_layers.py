@@ -231,27 +231,28 @@ def double(weights):
 
 THREE = residual.topology("ladder", num_layers=3)
 MANY = r"params must hold 3 layers, as the topology does: arrays \[3, ...\], or .*; they hold"
-REFUSED = [
-    (dict(loop="scann"), "unknown value for loop: 'scann'; did you mean 'scan'"),
-    (dict(remat="ful"), "unknown value for remat: 'ful'; did you mean 'full'"),
-    (dict(params=STACKED[:2]), f"{MANY} 2"),
-    (dict(params=list(STACKED[:2]), loop="unrolled"), f"{MANY} 2"),
-    (dict(params=(STACKED, jnp.float32(1))), f"{MANY} 3, an array without layers"),
-    (
-        dict(blocks=lambda weights: (*pair(weights), Block(weights).mlp)),
-        r"has the sublayers \(attention, MLP\), not 3",
+REFUSED = {
+    "unknown value for loop: 'scann'; did you mean 'scan'": dict(loop="scann"),
+    "unknown value for remat: 'ful'; did you mean 'full'": dict(remat="ful"),
+    f"{MANY} 2": dict(params=STACKED[:2]),
+    "or with loop=.unrolled. a list of each layer.s own; they hold 2": dict(
+        params=list(STACKED[:2]), loop="unrolled"
     ),
-    (dict(blocks=lambda weights: pair(weights)[:1]), r"\(attention, MLP\), not 1"),
-    (dict(blocks=double), r"must return \[B, T, D\] as it reads, \(2, 4, 8\), not \(2, 4, 16\)"),
-    (dict(axes="tensor"), r"a tuple of the mesh's axes, as in \('tensor',\), not 'tensor'"),
-    (dict(axes=None), "axes must be a tuple of the mesh's axes' names, not None"),
-    (dict(axes=(0,)), r"axes must be a tuple of the mesh's axes' names, not \(0,\)"),
-    (dict(x=np.ones((2, 4, 8), int)), "x must be of floating point, not int"),
-    (dict(axes=("tensr",)), "unknown mesh axis 'tensr'; did you mean 'tensor'"),
-]
+    f"{MANY} 3, an array without layers": dict(params=(STACKED, jnp.float32(1))),
+    r"has the sublayers \(attention, MLP\), not 3": dict(
+        blocks=lambda weights: (*pair(weights), Block(weights).mlp)
+    ),
+    r"\(attention, MLP\), not 1": dict(blocks=lambda weights: pair(weights)[:1]),
+    r"must return \[B, T, D\] as it reads, \(2, 4, 8\), not \(2, 4, 16\)": dict(blocks=double),
+    r"a tuple of the mesh's axes, as in \('tensor',\), not 'tensor'": dict(axes="tensor"),
+    "axes must be a tuple of the mesh's axes' names, not None": dict(axes=None),
+    r"axes must be a tuple of the mesh's axes' names, not \(0,\)": dict(axes=(0,)),
+    "x must be of floating point, not int": dict(x=np.ones((2, 4, 8), int)),
+    "unknown mesh axis 'tensr'; did you mean 'tensor'": dict(axes=("tensr",)),
+}
 
 
-@pytest.mark.parametrize("settings, said", REFUSED)
+@pytest.mark.parametrize("said, settings", REFUSED.items())
 def test_what_run_refuses(settings, said):
     with refused(said):
         on_ranks(

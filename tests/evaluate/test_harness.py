@@ -309,11 +309,11 @@ def test_by_name(run):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [
-        ("checkpiont=nowhere", "unknown argument 'checkpiont'; did you mean 'checkpoint'"),
-        ("checkpoint=nowhere,window=9", "unknown argument 'window' .allowed: checkpoint, max_l"),
-        ("checkpoint=nowhere,tenser=2", "unknown argument 'tenser'; did you mean 'tensor'"),
-    ],
+    {
+        "checkpiont=nowhere": "unknown argument 'checkpiont'; did you mean 'checkpoint'",
+        "checkpoint=nowhere,window=9": "unknown argument 'window' .allowed: checkpoint, max_l",
+        "checkpoint=nowhere,tenser=2": "unknown argument 'tenser'; did you mean 'tensor'",
+    }.items(),
 )
 def test_a_mistake_in_its_arguments(arguments, message):
     from ladder_jax.evaluate.harness import LadderJax

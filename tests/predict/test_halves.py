@@ -32,7 +32,14 @@ def in_turn(name, *all_reduces, length=1.0, **settings):
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2"])
-@pytest.mark.parametrize("length, all_reduce", [(1.0, 0.25), (1.0, 1.0), (1.0, 3.0)])
+@pytest.mark.parametrize(
+    "all_reduce, length",
+    {
+        0.25: 1.0,
+        1.0: 1.0,
+        3.0: 1.0,
+    }.items(),
+)
 def test_each_all_reduce_stands_beside_the_other_halfs_sublayer(name, length, all_reduce):
     """Of 8 turns the first hides nothing, each other one the all-reduce before it; the last
     all-reduce is bare.
@@ -48,7 +55,15 @@ def test_a_window_takes_from_what_is_hidden():
     assert late.seconds == pytest.approx(1 + 7 * (0.5 + 0.75) + 0.75)
 
 
-@pytest.mark.parametrize("rows, tokens", [(2, 1), (3, 2), (8, 4096), (1, 4096)])
+@pytest.mark.parametrize(
+    "rows, tokens",
+    {
+        2: 1,
+        3: 2,
+        8: 4096,
+        1: 4096,
+    }.items(),
+)
 def test_halves_of_a_block_are_the_block(rows, tokens):
     _, whole = prompt(preset("tiny"), ranks=1, rows=rows, tokens=tokens)
     first, second = whole.halves

@@ -47,7 +47,12 @@ def compute(one):
 
 
 @pytest.mark.parametrize(
-    "name, first", [("standard", "standard"), ("ladder", "ladder"), ("farskip", "parallel")]
+    "name, first",
+    {
+        "standard": "standard",
+        "ladder": "ladder",
+        "farskip": "parallel",
+    }.items(),
 )
 def test_first_layers_compute_an_mlp_and_the_others_experts(name, first):
     alone = replace(config(name), moe=None, num_layers=DENSE, residual=first)

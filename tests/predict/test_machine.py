@@ -39,12 +39,12 @@ def test_seconds_of_an_all_reduce():
 
 
 @pytest.mark.parametrize(
-    "config, tensor",
-    [
-        (preset("tiny", num_layers=2), 8),
-        (preset("smollm2-135m", num_layers=2), 3),
-        (preset("tiny-moe", num_layers=3, d_ff=256, moe=dict(dense_layers=1)), 4),
-    ],
+    "tensor, config",
+    {
+        8: preset("tiny", num_layers=2),
+        3: preset("smollm2-135m", num_layers=2),
+        4: preset("tiny-moe", num_layers=3, d_ff=256, moe=dict(dense_layers=1)),
+    }.items(),
     ids=["dense", "tied", "experts"],
 )
 def test_memory_is_what_the_shards_hold(config, tensor):

@@ -344,7 +344,12 @@ def test_a_name_that_is_no_url(away):
 
 
 @pytest.mark.parametrize(
-    "read, what", [(open_checkpoint, "checkpoint"), (open_model, "model"), (Store, "token store")]
+    "what, read",
+    {
+        "checkpoint": open_checkpoint,
+        "model": open_model,
+        "token store": Store,
+    }.items(),
 )
 def test_where_nothing_is(away, read, what):
     with refused(f"there is no {what} at '{away.url('none')}'"):
