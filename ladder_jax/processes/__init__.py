@@ -2,7 +2,7 @@
 failed.
 """
 
-from ladder_jax.processes.join import Member as Member, joined as joined
+from ladder_jax.processes.join import joined as joined
 from ladder_jax.processes.options import (
     ProcessSpec as ProcessSpec,
     Timeouts as Timeouts,

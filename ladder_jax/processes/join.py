@@ -6,7 +6,6 @@ stack trace: here they are one line.
 """
 
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
@@ -29,30 +28,20 @@ NUMERIC = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """This process of a run.
-
-    heartbeat: notes progress, in the same words and order on all processes.
-    """
-
-    process: int = 0
-    heartbeat: Callable[[str], None] = lambda doing: None
-
-
 @contextlib.contextmanager
 def joined(
-    spec: ProcessSpec | None, *, settings: dict[str, Any], timeouts: Timeouts, say: Say
-) -> Iterator[Member]:
+    spec: ProcessSpec, *, settings: dict[str, Any], timeouts: Timeouts, say: Say
+) -> Iterator[Callable[[str], None]]:
     """Connect jax with the run's other processes, before the first use of a device, and watch over
-    all while open.
+    all while open. Yields a function that notes progress, in the same words and order on all
+    processes.
 
-    spec: None trains alone; settings: JSON values that must be equal on all processes. Raises
-    UserError where they are not, before any collective. Ends the process with status 1 and one line
-    when others are missing, lost or stuck.
+    settings: JSON values that must be equal on all processes. Raises UserError where they are not,
+    before any collective. Ends the process with status 1 and one line when others are missing, lost
+    or stuck.
     """
-    if spec is None or not connect(spec, timeouts=timeouts, say=say):
-        yield Member()
+    if not connect(spec, timeouts=timeouts, say=say):
+        yield lambda doing: None
         return
     import jax
     from flax import traverse_util
@@ -67,12 +56,12 @@ def joined(
     given = traverse_util.flatten_dict(settings, sep=".") | {"--processes": processes}
     given |= {name: getattr(jax.config, name.lower()) for name in NUMERIC}
     mine = {"host": socket.gethostname(), "settings": given}
-    agreement = Agreement("settings", timeout=timeouts.start, place=(process, processes))
+    agreement = Agreement("settings", timeout=timeouts.start)
     hosts = _hosts(agreement.gather("its settings", mine))
     watchdog = Watchdog(state.client, process=process, hosts=hosts, timeouts=timeouts)
     with watchdog.watching():
         watchdog.heartbeat("connected")
-        yield Member(process, heartbeat=watchdog.heartbeat)
+        yield watchdog.heartbeat
 
 
 def _hosts(reports: list[dict[str, Any]]) -> list[str]:

@@ -22,8 +22,8 @@ coordinator, count, index, settings, timeouts = sys.argv[1], *map(json.loads, sy
 say = lambda line: print(line, file=sys.stderr, flush=True)
 spec = processes.ProcessSpec(coordinator, count, index)
 try:
-    with processes.joined(spec, settings=settings, timeouts=processes.Timeouts(**timeouts), say=say) as member:
-        me = member.process
+    with processes.joined(spec, settings=settings, timeouts=processes.Timeouts(**timeouts), say=say) as heartbeat:
+        me = index
         print("joined", flush=True)
 {body}
 except UserError as error:

@@ -98,8 +98,8 @@ def test_timeouts():
 
 
 def joined(spec):
-    with join.joined(spec, settings={}, timeouts=Timeouts(start=60), say=print) as member:
-        return member
+    with join.joined(spec, settings={}, timeouts=Timeouts(start=60), say=print):
+        return jax.process_index()
 
 
 def test_jax_fills_in_and_has_the_longer_time_outs(monkeypatch):
@@ -133,7 +133,7 @@ def test_one_host_with_chips(monkeypatch):
     )
     monkeypatch.setattr(jax.distributed, "initialize", mock.Mock(side_effect=errors))
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
-    assert joined(ProcessSpec(None, None, None, options.CHIPS)).process == 0
+    assert joined(ProcessSpec(None, None, None, options.CHIPS)) == 0
     with refused("a TPU was recognised, but no metadata server: --coordinator and --processes"):
         joined(ProcessSpec(None, None, None, options.CHIPS))
 

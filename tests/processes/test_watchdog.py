@@ -19,7 +19,7 @@ from ladder_jax.processes.watchdog import GO_ON, REPORTS, End, Report, Watchdog
 from tests.processes.conftest import ends, joined
 
 HOST = os.uname().nodename
-SLEEP = 'member.heartbeat("step 1")\ntime.sleep(600)'
+SLEEP = 'heartbeat("step 1")\ntime.sleep(600)'
 
 
 def test_stuck_process_is_named(started):
@@ -51,7 +51,7 @@ def test_process_that_does_not_get_on_is_named(started):
     """It gives signs of life, but never makes step 3, for which the other waits."""
     body = """
     for step in range(1, 3 if me == 1 else 4):
-        member.heartbeat(f"step {step}")
+        heartbeat(f"step {step}")
     time.sleep(600)
     """
     running = started(body, timeouts={"hang": 6})
@@ -67,7 +67,7 @@ def test_process_that_does_not_get_on_is_named(started):
 def test_one_fails_and_its_partner_crashes(started):
     """The disk of the second is full; the first then crashes, and is not to blame."""
     body = """
-    member.heartbeat("step 1")
+    heartbeat("step 1")
     if me == 1:
         raise RunFailed("the disk is full")
     from jax._src import distributed
@@ -102,7 +102,7 @@ def test_mistake_of_the_users(started):
 def test_all_finish_or_stop(started):
     """The first waits for the slower second; a status after a signal is that of `Stopped`."""
     body = """
-    member.heartbeat("step 1")
+    heartbeat("step 1")
     time.sleep(me)
     raise Stopped("SIGTERM: step 18 is saved", signum=signal.SIGTERM)
     """
