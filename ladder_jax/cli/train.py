@@ -24,14 +24,13 @@ def run(options: dict) -> None:
         joined = processes.joined(spec, settings=equal, timeouts=timeouts, say=terminal.say)
     with joined as heartbeat:
         steps = parse_profile(args.profile) if args.profile else None
-        shown = jax.process_index() == 0
         if settings.train.interleave is Interleave.AUTO:
             from ladder_jax.predict import halves
 
             settings = halves.of_training(
                 settings,
                 kind=jax.devices()[0].device_kind,
-                say=terminal.say if shown else lambda line: None,
+                say=terminal.say if jax.process_index() == 0 else lambda line: None,
             )
         result = train(
             settings,
@@ -42,7 +41,7 @@ def run(options: dict) -> None:
         )
         entropy = result.bigram_entropy
         unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
-        if shown:
+        if jax.process_index() == 0:
             print(
                 f"trained a model of {result.parameters:,} parameters for {result.steps} steps:"
                 f" held-out loss {result.validation_loss:.4f} nats a {unit}"

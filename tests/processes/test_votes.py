@@ -67,6 +67,6 @@ def test_all_hear_the_same(started):
     for process in (0, 2):
         *said, seconds = told[process]
         assert said == [*alike, fault, late]
-        assert seconds < TIMEOUT + 1
+        assert seconds < 10 * TIMEOUT
     # its own is a crash with a trace, as ever
     assert told[1][:-1] == [*alike, "KeyError: 'a fault'"]
