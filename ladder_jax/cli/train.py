@@ -9,10 +9,7 @@ from ladder_jax.config import Interleave, RunConfig, load, to_dict
 
 
 def run(options: dict) -> None:
-    import jax
-
     from ladder_jax import processes
-    from ladder_jax.train import parse_profile, run as train
 
     args = argparse.Namespace(**options)
     settings = load(args.config, overrides=args.overrides)
@@ -23,6 +20,10 @@ def run(options: dict) -> None:
         equal = _equal(settings, args)
         joined = processes.joined(spec, settings=equal, timeouts=timeouts, say=terminal.say)
     with joined as heartbeat:
+        import jax
+
+        from ladder_jax.train import parse_profile, run as train
+
         steps = parse_profile(args.profile) if args.profile else None
         if settings.train.interleave is Interleave.AUTO:
             from ladder_jax.predict import halves
