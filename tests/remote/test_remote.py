@@ -213,8 +213,9 @@ def test_two_processes(away, tmp_path):
     options = f"--profile 7 --cpu-devices 1 --processes 2 --coordinator {coordinator} --process"
     command += options.split()
     said = tmp_path / "said"
-    errors = [said.open("w"), None]
-    both = [subprocess.Popen([*command, str(one)], stderr=errors[one]) for one in range(2)]
+    with said.open("w") as errors:
+        first = subprocess.Popen([*command, "0"], stderr=errors)
+    both = [first, subprocess.Popen([*command, "1"])]
     assert [process.wait(timeout=600) for process in both] == [0, 0], said.read_text()
     assert f"profile in {where}/profile\n" in said.read_text()
     for process in range(2):
