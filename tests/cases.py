@@ -260,8 +260,7 @@ def prefilled(
 
 def programs(definition, **form):
     """(prefill, one decode step)."""
-    prefill = decode.prefill(definition, capacity=32, **form)
-    return prefill, one_step.decode(definition, **form)
+    return decode.prefill(definition, capacity=32, **form), one_step.decode(definition, **form)
 
 
 def with_rubbish(tokens, lengths):

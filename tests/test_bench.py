@@ -122,8 +122,7 @@ def test_text(told, monkeypatch):
     names = "ladder-fresh", "parallel-shared-norm"
     made = fabricated(*[(2, (1, 2), (4, 5))] * 2, residuals=names)
     monkeypatch.setattr(measure, "samples", lambda *_, **__: made.samples)
-    words = f"--layers 1 --batch 2 --tensor 1 --residual {','.join(names)}"
-    said = told(words).splitlines()
+    said = told(f"--layers 1 --batch 2 --tensor 1 --residual {','.join(names)}").splitlines()
     assert max(map(len, said)) <= 80
     assert said[0].startswith("parallel-shared-norm decodes ")
     assert "x ladder-fresh [" in said[0]
@@ -232,8 +231,9 @@ def fabricated(*samples, residuals=("standard", "ladder"), interleaves=(1,)):
     counted = dict(step_bytes=1e6, prefill_flops=10**9)
     both = zip(samples, asked.variants, strict=True)
     samples = tuple(measure.Samples(variant, *one, **counted) for one, variant in both)
-    of = dict(device="a device", devices=2, versions={}, platform="tpu")
-    return result.Result(asked, CEILING, CEILING, samples, **of)
+    return result.Result(
+        asked, CEILING, CEILING, samples, device="a device", devices=2, versions={}, platform="tpu"
+    )
 
 
 def test_ratios_are_of_rounds():
@@ -244,12 +244,10 @@ def test_ratios_are_of_rounds():
     assert slow.rows[1]["tokens_per_second"] == 5 / (1 + 2)
     assert slow.rows[1]["tokens_per_second_max"] == 5 / 2
     samples = (1, (4, 8, 4), (1, 2, 1)), (1, (2, 4, 1), (1, 2, 1))
-    halves = fabricated(*samples, residuals=("standard",), interleaves=(1, 2))
-    assert halves.verdict == [
+    assert fabricated(*samples, residuals=("standard",), interleaves=(1, 2)).verdict == [
         "standard in two halves prefills 2.00x standard [2.00, 4.00] at batch 1"
     ]
-    of_halves = fabricated(*samples, interleaves=(2,))
-    assert of_halves.verdict == [
+    assert fabricated(*samples, interleaves=(2,)).verdict == [
         "ladder in two halves prefills 2.00x standard in two halves [2.00, 4.00] at batch 1"
     ]
     alone = fabricated((1, (1,), (4,)), residuals=("ladder",))

@@ -38,8 +38,7 @@ def project(tmp_path, monkeypatch):
 
 
 def run(project, *words):
-    options = "-m pytest -v -p tests.changed -p no:cacheprovider".split()
-    command = [sys.executable, *options, *words]
+    command = [sys.executable, *"-m pytest -v -p tests.changed -p no:cacheprovider".split(), *words]
     # Bytecode would be a new file, and that of a file that was edited within a second would be run
     # in its place.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}

@@ -31,8 +31,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     given = tokenizers.folder(folder / "given")
     (folder / "book.txt").write_text("".join(tokenizers.SENTENCES) * 100)
-    book = folder / "book.txt"
-    result = runs.run(book, folder / "run", *SETTINGS, f"data.tokenizer={given}")
+    result = runs.run(folder / "book.txt", folder / "run", *SETTINGS, f"data.tokenizer={given}")
     assert result.bigram_entropy is None
     assert result.validation_loss > 0
     os.rename(given, folder / "away")

@@ -63,8 +63,7 @@ def test_generate_in_a_process(run_cli, trained, tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     environment = {"LADDER_JAX_CACHE": str(tmp_path), "PYTHONIOENCODING": "ascii"}
     ask = ["--prompt", "é", "--max-new-tokens", "2", "--tensor", "1"]
-    done = run_cli("generate", trained, *ask, check_status=0, **environment)
-    assert done.stdout.startswith("?")
+    assert run_cli("generate", trained, *ask, check_status=0, **environment).stdout.startswith("?")
     assert any((tmp_path / "programs").iterdir())
 
 
@@ -255,8 +254,7 @@ def test_control_characters_reach_no_terminal(capsys, monkeypatch, tmp_path):
 
 
 def test_a_help_names_every_word_of_an_option():
-    options = [pair for verb in verbs.VERBS.values() for pair in verb.arguments.items()]
-    for usage, given in options:
+    for usage, given in [pair for verb in verbs.VERBS.values() for pair in verb.arguments.items()]:
         kind = given.get("type") if isinstance(given, dict) else None
         if isinstance(kind, enum.EnumMeta):
             assert all(str(one.value) in given["help"] for one in kind), usage
@@ -287,8 +285,7 @@ def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
         args=types.SimpleNamespace(prompt=[""]),
         engine_for=lambda *_, **__: types.SimpleNamespace(submit=lambda _: handle),
     )
-    ask = lambda _, *, stopped: generate.write(text) or answer
-    conversation = types.SimpleNamespace(ask=ask)
+    conversation = types.SimpleNamespace(ask=lambda _, *, stopped: generate.write(text) or answer)
 
     def show():
         generate._several(asked)

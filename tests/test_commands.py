@@ -99,10 +99,9 @@ def place(tmp_path_factory):
     write(folder / "gsm8k.jsonl", [asked])
     for name in ("fast.yaml", "mine.yaml"):
         (folder / name).write_text("based_on: h100-nvlink\nlink: {latency: 5.5e-6}\n")
-    shape = dict(vocab_size=100, num_hidden_layers=16)
     for name, layers in (("SmolLM2-135M.gguf", 6), ("SmolLM2-135M-Instruct.Q4_1.gguf", 16)):
         gguf_files.write(folder / name, "llama-2", vocab_size=100, num_hidden_layers=layers)
-    model = models.write(folder / "SmolLM2-135M", "llama-2", **shape)
+    model = models.write(folder / "SmolLM2-135M", "llama-2", vocab_size=100, num_hidden_layers=16)
     gguf_files.small().save(str(model / "tokenizer.json"))
     (folder / "web").mkdir()
     (folder / "web/a.txt").write_text(text)

@@ -139,8 +139,7 @@ def test_chained_and_waiting_programs_and_sequence_parallelism_start_nothing(mon
         program = decode.prefill.__wrapped__(cases.define(name, tensor=8), **how)
         assert program.traits.launch is Launch.CHAINED
         assert not started
-    said = "launch 'explicit' halves all-reduces, and sequence parallelism has none"
-    with refused(said):
+    with refused("launch 'explicit' halves all-reduces, and sequence parallelism has none"):
         decode.prefill(cases.define("ladder", tensor=8), **split, launch=Launch.EXPLICIT)
 
 

@@ -43,8 +43,7 @@ def test_of_a_chat_the_assistants_turns_are_learnt(tokenizer):
     tokens, learnt = render({"messages": CHAT}, tokenizer=tokenizer, where="f:1")
     assert pieces(tokens, learnt, tokenizer) == ["naïve 東京 🙂", "on the mat"]
     # With the token that ends each turn, and as a prompt for the last answer begins.
-    end = tokenizer.stop_ids[0]
-    assert learnt[tokens == end].tolist() == [False, True, False, True]
+    assert learnt[tokens == tokenizer.stop_ids[0]].tolist() == [False, True, False, True]
     prompt = tokenizer.chat(CHAT[:3])
     assert tokens[: len(prompt)].tolist() == prompt
     assert learnt[len(prompt) :].argmin() > 0
@@ -105,8 +104,7 @@ def load(path, *, tokenizer=None, length=12, began=None, **more):
 
 def test_rows_hold_whole_examples_with_their_masks(tmp_path):
     given = [{"prompt": "p" * (1 + i % 3), "completion": "c" * (1 + i % 4)} for i in range(30)]
-    path = write(tmp_path / "a.jsonl", given)
-    found = load(path, validation_fraction=0.1)
+    found = load(write(tmp_path / "a.jsonl", given), validation_fraction=0.1)
     assert found.notes[0].startswith("30 examples")
     total = 0
     assert found.training_rows < 20

@@ -79,8 +79,7 @@ def test_a_kernel_computes_its_own_rows_and_reads_the_chosen_experts(line, moved
     assert one.flops == 2 * ROWS / 8 * D * M
     assert one.bytes == pytest.approx(moved)
     assert Costs(program, experts=EIGHTH).bytes_moved == round(moved)
-    flops = Costs(program, experts=EIGHTH).flops_of([instruction])
-    assert flops == {"mlp": one.flops}
+    assert Costs(program, experts=EIGHTH).flops_of([instruction]) == {"mlp": one.flops}
     assert grouped.form(program) is Form.KERNELS
 
 
@@ -117,8 +116,7 @@ def test_where_xla_expands_every_row_passes_every_expert():
     program, instruction, one = counted(EXPANDED, EIGHTH)
     assert one is None
     assert grouped.form(program) is Form.EXPANDED
-    flops = Costs(program).flops_of([instruction])
-    assert flops == {"mlp": 16 * 2 * ROWS * D * M}
+    assert Costs(program).flops_of([instruction]) == {"mlp": 16 * 2 * ROWS * D * M}
     request = requests.make(
         model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.DECODE
     )

@@ -73,6 +73,7 @@ def test_eight_bits(loop):
 def test_the_engine_answers_each_request_as_if_it_were_alone():
     definition = experts.define("farskip", tensor=4, num_layers=1)
     prompts = [[1, 2, 3], [200], [*range(8)], [7] * 4]
-    sizes = dict(slots=3, capacity=64, chunk=5)
     params = cases.placed(definition)
-    engines.check_as_alone(definition, params, prompts, new=8, loop=Loop.SCAN, **sizes)
+    engines.check_as_alone(
+        definition, params, prompts, new=8, loop=Loop.SCAN, slots=3, capacity=64, chunk=5
+    )

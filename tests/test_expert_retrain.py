@@ -63,14 +63,13 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     settings = dict(accumulate=parts, scheduled={"ladder_fraction": jnp.float32(fraction)})
     tokens, settings = experts.tokens(), LOSSES | settings
     terms, _ = check(plan, taught, of, student, tokens, part=trained_part, **settings)
-    measured = plan.measured(terms, settings["scheduled"])
     assert {
         "cross_entropy",
         "divergence",
         "expert_load",
         "dead_experts",
         "router_entropy",
-    } <= measured.keys()
+    } <= plan.measured(terms, settings["scheduled"]).keys()
     assert float(jnp.sum(terms["counts"])) == pytest.approx(
         len(fraction) * definition.config.moe.top_k
     )
@@ -85,8 +84,7 @@ def test_a_model_with_dense_layers_is_trained_further(taught):
         plan = replace(plan, distill=DISTILL, teacher=original(definition))
         loss = distillation(cases.parameters(definition))
     of = experts.shape("farskip", definition.config)
-    student = cases.parameters(definition, seed=5)
-    check(plan, loss, of, student, experts.tokens(), **LOSSES)
+    check(plan, loss, of, cases.parameters(definition, seed=5), experts.tokens(), **LOSSES)
 
 
 def test_a_teachers_routers_stay_float32():

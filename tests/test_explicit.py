@@ -190,8 +190,7 @@ def test_a_training_step(name):
 
 
 def generated(generator, **settings):
-    config = DecodeConfig(max_new_tokens=20, **settings)
-    return generator.tokens([PROMPT], config=config)[0]
+    return generator.tokens([PROMPT], config=DecodeConfig(max_new_tokens=20, **settings))[0]
 
 
 @functools.cache
@@ -215,11 +214,9 @@ def test_generation(name, variant, is_set):
     mesh, model, *_ = example(name, 2)
     loop, quantize = variant
     with setting(mesh, is_set):
-        generator = decode.Generator(model, loop=loop, quantize=quantize)
-        found = generated(generator, prefill_chunk=2)
+        found = generated(decode.Generator(model, loop=loop, quantize=quantize), prefill_chunk=2)
         assert quantize is Quantize.INT8 or (found == greedy(2)).all()
-        program = decode.prefill(model.definition, capacity=32)
-        logits, caches = program(
+        logits, caches = decode.prefill(model.definition, capacity=32)(
             weights.prepare(model.definition, model.params, loop=Loop.UNROLLED),
             TOKENS,
             np.full(4, 10),

@@ -85,8 +85,7 @@ def test_a_looked_up_row_is_of_the_whole_numbers():
     table = random((30, 8))
     indices = np.array([[3, 29], [0, 3]])
     rows = quantized.rows(Int8.of(table, "VD"), indices, dtype=jnp.float32)
-    exact = reference.in_eight_bits(table, "VD")
-    assert_array_equal(rows, exact.astype(np.float32)[indices])
+    assert_array_equal(rows, reference.in_eight_bits(table, "VD").astype(np.float32)[indices])
 
 
 TOPOLOGIES = [
@@ -129,8 +128,9 @@ def test_models_compute_with_the_numbers_as_they_are(name, form, loop):
 
 def test_a_compiled_step_takes_half_the_bytes():
     """Not less: beside the whole numbers there are scales, norm gains, caches."""
-    wide = dict(d_model=256, d_ff=512, dtype=Dtype.BFLOAT16)
-    definition = cases.define("ladder", tensor=4, num_layers=2, **wide)
+    definition = cases.define(
+        "ladder", tensor=4, num_layers=2, d_model=256, d_ff=512, dtype=Dtype.BFLOAT16
+    )
     sizes = []
     for quantize in (INT8, Quantize.NONE):
         form = dict(loop=Loop.SCAN, quantize=quantize)

@@ -166,8 +166,9 @@ def test_text_of_prompts_that_are_read_in_halves(rows):
         settings = config.DecodeConfig(max_new_tokens=5, prefill_chunk=chunk, interleave=interleave)
         texts.append(generator.tokens(prompts, config=settings).tolist())
     assert texts[1:] == texts[:1] * 2
-    sizes = dict(slots=2, capacity=48, interleave=2, prefill_chunk=16)
-    engines.check_as_alone(definition, params, prompts, new=5, **sizes)
+    engines.check_as_alone(
+        definition, params, prompts, new=5, slots=2, capacity=48, interleave=2, prefill_chunk=16
+    )
 
 
 @pytest.mark.parametrize("loop", Loop)
@@ -231,11 +232,12 @@ EXCHANGED = covering.marked(
 def test_experts_that_exchange_rows(name, kind, loop, remat):
     """Every half's rows are sent by themselves."""
     mesh = dict(data=2 if name == "ladder" else 1, tensor=2 if loop is Loop.SCAN else 4)
-    settings = dict(loop=loop, remat=remat, sequence_parallel=True, interleave=2)
     layers = dict(num_layers=2 if loop is Loop.SCAN else 1)
     expected = experts.dense_gradients(name, kind, **layers)
     definition = experts.exchanging(name, kind, **layers, **mesh)
-    text = experts.check_gradients(definition, expected, **settings)
+    text = experts.check_gradients(
+        definition, expected, loop=loop, remat=remat, sequence_parallel=True, interleave=2
+    )
     if loop is Loop.UNROLLED and remat is Remat.NONE:
         sent = text.count(" all-to-all(")
         assert sent == 2 * 2 * 2  # to the experts and back, halves, directions

@@ -81,8 +81,7 @@ def test_decode_attends_to_each_rows_length_only():
     query, lengths = query[:, :1], np.array([7, 100], np.int32)
     attend = functools.partial(attention.decode, kernel=attention.Kernel.XLA)
     for call in (attend, unchecked(attend)):
-        rows = on_mesh(call, P("data"))(query, key, value, lengths)
-        check_rows(rows, query, key, value, lengths)
+        check_rows(on_mesh(call, P("data"))(query, key, value, lengths), query, key, value, lengths)
 
 
 @pytest.mark.parametrize("heads, kv_heads", covering.marked([(2, 1), (8, 1)], chosen=[(8, 2)]))
@@ -96,8 +95,7 @@ def test_the_paged_kernel_attends_to_each_rows_length_only(heads, kv_heads):
     unseen = np.arange(640)[:, None] >= lengths[:, None, None, None]
     cached = [np.where(unseen, 1e4, x.swapaxes(1, 2)).astype(x.dtype) for x in (key, value)]
     decode = functools.partial(tpu_attention.decode, page=attention.PAGE)
-    mesh = parallel.make_mesh()
-    local = jax.shard_map(decode, mesh=mesh, in_specs=P(), out_specs=P())
+    local = jax.shard_map(decode, mesh=parallel.make_mesh(), in_specs=P(), out_specs=P())
     with pltpu.force_tpu_interpret_mode():
         out = jax.jit(local)(query, *cached, lengths)
     check_rows(out, query, key, value, lengths)

@@ -36,8 +36,7 @@ def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkey
             open_model(tmp_path).engine(tensor=1, slots=1, capacity=16)
     monkeypatch.setattr(memory, "free_memory", lambda *_, **__: kept - 1)
     for verb, *words in (("generate", "--prompt", "a"), ("evaluate", "--text", __file__)):
-        said = mistake(verb, tmp_path, *words, "--tensor", "1")
-        assert "reading the weights needs" in said
+        assert "reading the weights needs" in mistake(verb, tmp_path, *words, "--tensor", "1")
 
 
 def failing(error):

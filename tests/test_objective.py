@@ -242,8 +242,7 @@ def test_layers_between_standard_and_ladder():
             mine, fixed, TOKENS, {"ladder_fraction": jnp.float32(fraction)}
         )
         loss = functools.partial(reference.loss, fraction=of_reference)
-        of = shape(definition, kind)
-        expected = reference.evaluate(loss, params, TOKENS, of, gradient=True)
+        expected = reference.evaluate(loss, params, TOKENS, shape(definition, kind), gradient=True)
         cases.assert_close((found, grads), expected, definition=definition)
 
 

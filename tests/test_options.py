@@ -61,8 +61,7 @@ def test_what_a_definition_splits():
 def test_what_a_topology_needs():
     waiting = {"standard", "parallel", "parallel-shared-norm", "no-communication"}
     for name in cases.TOPOLOGIES:
-        found = cases.define(name, tensor=4).topology.overlap
-        assert found is (
+        assert cases.define(name, tensor=4).topology.overlap is (
             Overlap.WAITS if name in waiting or name.startswith("desync") else Overlap.HIDES
         ), name
 

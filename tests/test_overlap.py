@@ -69,8 +69,16 @@ def test_json(told):
 
 
 def test_a_scanned_decode_step_reads_the_experts_that_are_chosen():
-    asked = dict(target="cpu:8", tensor=2, batch=2, context=32, residual="ladder", loop=Loop.SCAN)
-    request = requests.make(model="tiny-moe", phase=Phase.DECODE, **asked)
+    request = requests.make(
+        model="tiny-moe",
+        phase=Phase.DECODE,
+        target="cpu:8",
+        tensor=2,
+        batch=2,
+        context=32,
+        residual="ladder",
+        loop=Loop.SCAN,
+    )
     d, layers, expert = 128, 4, 3 * 128 * 128
     chosen = 4 * (1 - (1 - 2 / 8) ** 2)  # of a rank's experts: each of two tokens takes 2 of 8
     matrices = d * 192 + 3 * d * 64 + chosen * expert + 2 * 8 * d  # the router's are float32
@@ -206,8 +214,7 @@ def killed(request):
 
 
 def test_a_killed_compiler_is_one_line():
-    told = r"the compiler for cpu:8 ended with status -9: out of memory\?"
-    with refused(told):
+    with refused(r"the compiler for cpu:8 ended with status -9: out of memory\?"):
         compiling.apart("tests.test_overlap:killed", {}, target=targets.parse("cpu:8"))
 
 
@@ -251,10 +258,9 @@ def test_a_program_is_compiled_once(monkeypatch, tmp_path, capsys):
 def test_an_interrupt_ends_the_compiler_too(tmp_path):
     """Ctrl-C, while it compiles: nothing of it goes on, and nothing is left."""
     words = "--model tiny --target cpu:8 --phase train --residual ladder --layers 24 --loop unrolled".split()
-    environment = {**os.environ, "LADDER_JAX_CACHE": str(tmp_path), "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(
         [sys.executable, "-m", "ladder_jax", "overlap", *words],
-        env=environment,
+        env={**os.environ, "LADDER_JAX_CACHE": str(tmp_path), "TMPDIR": str(tmp_path)},
         start_new_session=True,
         stderr=subprocess.PIPE,
         text=True,

@@ -95,8 +95,7 @@ def unpacked():
     mean = lambda of_long, of_short: 3 / 4 * of_long + 1 / 4 * of_short
     loss, gradients = jax.tree.map(mean, of(long), of(short))
     (single,) = documents([1], seed=2)
-    empty = np.zeros(0, np.int32)
-    rows = [[long[0], short[0], single], [short[1], long[1]], [long[2]], [empty]]
+    rows = [[long[0], short[0], single], [short[1], long[1]], [long[2]], [np.zeros(0, np.int32)]]
     return batch(rows, length=16), loss, gradients
 
 

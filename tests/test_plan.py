@@ -343,8 +343,9 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
     monkeypatch.setattr(
         nn, "define", lambda config, **more: defined.append((config, more["experts"])) or 1 / 0
     )
-    asked = dict(model="tiny-moe", target="cpu:2", tokens=256, sequence=64)
-    wanted = request.make(**asked, layers=1, capacity=2.0)
+    wanted = request.make(
+        model="tiny-moe", target="cpu:2", tokens=256, sequence=64, layers=1, capacity=2.0
+    )
     for form in ExpertParallelism:
         one = Candidate(wanted, MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1)
         with pytest.raises(ZeroDivisionError):
@@ -366,8 +367,7 @@ def test_a_mesh_that_cuts_across_the_torus_is_made_with_a_warning(monkeypatch, c
         raise NotImplementedError("Failed to find assignment for logical_axis_index 2 of size 8")
 
     monkeypatch.setattr(jax, "make_mesh", no_such_axes)
-    mesh = parallel.make_mesh(fsdp=2, tensor=4)
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "tensor": 4}
+    assert dict(parallel.make_mesh(fsdp=2, tensor=4).shape) == {"data": 1, "fsdp": 2, "tensor": 4}
     assert "mesh 1 x 2 x 4 cuts across the axes" in caplog.text
 
 

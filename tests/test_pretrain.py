@@ -58,8 +58,7 @@ def test_twins_differ_in_their_topology_alone(size, residual):
         config.load(HERE / f"recipes/{name}-{size}.yaml") for name in ("ladder", residual)
     )
     model = replace(ladder.model, residual=residual)
-    run = replace(ladder.run, name=f"{residual}-{size}")
-    assert twin == replace(ladder, model=model, run=run)
+    assert twin == replace(ladder, model=model, run=replace(ladder.run, name=f"{residual}-{size}"))
 
 
 def test_initial_values_are_the_papers():
@@ -190,8 +189,7 @@ def test_the_readme_says_what_the_results_say():
     results = studies.load(HERE / "results.json")
     text = (HERE / "README.md").read_text()
     assert studies.fill(text, study.tables(results)) == text
-    main = [(run["residual"], run["seed"]) for run in results["runs"]]
-    assert sorted(main) == sorted(
+    assert sorted([(run["residual"], run["seed"]) for run in results["runs"]]) == sorted(
         (residual, seed) for residual in study.TOPOLOGIES for seed in range(3)
     )
 

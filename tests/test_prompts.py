@@ -58,8 +58,7 @@ def test_a_special_token_among_the_stop_strings_ends_a_text(tmp_path):
     (own,) = read(source, **about)
     assert own.requests[0].stop_ids == (5, *begin)
     # what is no token is encoded as the special one that stands for all of these
-    model = tokenizers.models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>")
-    some = tokenizers.Tokenizer(model)
+    some = tokenizers.Tokenizer(tokenizers.models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>"))
     some.add_special_tokens(["<unk>"])
     some.decoder = tokenizers.decoders.Fuse()
     some = tokenizer.load(tiny.folder(tmp_path / "some", made=some))
@@ -117,10 +116,8 @@ def test_answers_to_something_else_are_refused(tmp_path):
     out = tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')
     jobs = read(source)
-    result = decode.Result((1,), "b", None, Finish.LENGTH, 1)
-    write(out, [jobs[0].line([result])])
-    held = jsonl.answered(str(out), digests(jobs))
-    assert held.keys() == {0}
+    write(out, [jobs[0].line([decode.Result((1,), "b", None, Finish.LENGTH, 1)])])
+    assert jsonl.answered(str(out), digests(jobs)).keys() == {0}
     for change in (
         dict(model="n"),
         dict(defaults=DecodeConfig(max_new_tokens=7)),

@@ -58,8 +58,9 @@ def ladder(tmp_path, run_python):
 
 def test_an_interrupt_is_the_parents():
     """Of a worker that still begins, Ctrl-C showed the traceback."""
-    interrupted = dict(target=signal.raise_signal, args=(signal.SIGINT,))
-    worker = multiprocessing.get_context("spawn").Process(**interrupted)
+    worker = multiprocessing.get_context("spawn").Process(
+        target=signal.raise_signal, args=(signal.SIGINT,)
+    )
     with python.starting():
         worker.start()
     worker.join()

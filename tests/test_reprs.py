@@ -147,8 +147,7 @@ def test_a_configuration_is_shown_as_one_types_it(name):
 
 def test_a_report_prints_the_commands_table():
     """With its verdict first."""
-    full = schedule.audit(text("tpu7x-unrolled"))
-    lines = str(full).splitlines()
+    lines = str(schedule.audit(text("tpu7x-unrolled"))).splitlines()
     assert lines[:2] == [
         "5 of 6 all-reduces hidden",
         "the last one comes after all compute, so it is always exposed",
@@ -180,5 +179,4 @@ def test_topologies_in_words():
 @pytest.mark.parametrize("which", [None, "40", "0,", ",".join(map(str, range(0, 80, 2)))])
 def test_topologies_of_any_size(which):
     for name in ("ladder-2", "ladder-fresh") if which else config.RESIDUALS:
-        shown = repr(residual.topology(name, num_layers=80, ladder_layers=which))
-        assert len(shown) <= 600
+        assert len(repr(residual.topology(name, num_layers=80, ladder_layers=which))) <= 600

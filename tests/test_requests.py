@@ -38,8 +38,7 @@ def test_a_request_without_numbers_fails_alone(loop):
     drawn = Request([7, 8], max_new_tokens=30, temperature=1.0, seed=3)
     beside = ours.submit(drawn)
     ours.step()
-    settings = dict(temperature=0.8, top_k=5, top_p=0.9, logprobs=True)
-    for bad in BAD, dataclasses.replace(BAD, **settings):
+    for bad in BAD, dataclasses.replace(BAD, temperature=0.8, top_k=5, top_p=0.9, logprobs=True):
         failing = ours.submit(bad)
         after = ours.submit(GOOD)
         with pytest.raises(

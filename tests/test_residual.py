@@ -183,8 +183,7 @@ def example(code, **scope):
 
 
 def test_ranks_are_written_in_where_the_function_depends_on_them():
-    fresh = config.preset("tiny", residual="ladder-fresh")
-    assert parallel.with_ranks(fresh, tensor=4).ranks == 4
+    assert parallel.with_ranks(config.preset("tiny", residual="ladder-fresh"), tensor=4).ranks == 4
     trained_on_two = config.preset("tiny", residual="ladder-fresh", ranks=2)
     assert parallel.with_ranks(trained_on_two, tensor=4) == trained_on_two
     ladder = config.preset("tiny", residual="ladder")

@@ -133,9 +133,15 @@ CHOSEN = [
 @pytest.mark.parametrize("name, tensor, loop, remat", covering.marked(SETTINGS, chosen=CHOSEN))
 def test_gradients_are_the_references(name, tensor, loop, remat):
     layers = 4 if name.startswith("hybrid") else 2
-    form = dict(tensor=tensor, num_layers=layers, biases=Biases.ALL)
-    settings = dict(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
-    cases.check_case(name, form, shape_BT=(4, 9), loop=loop, remat=remat, **settings)
+    cases.check_case(
+        name,
+        dict(tensor=tensor, num_layers=layers, biases=Biases.ALL),
+        shape_BT=(4, 9),
+        loop=loop,
+        remat=remat,
+        sequence_parallel=True,
+        collective_matmul=CollectiveMatmul.RING,
+    )
 
 
 @pytest.mark.parametrize("quantize", [Quantize.INT8, covering.full(Quantize.NONE)])

@@ -176,8 +176,7 @@ def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
 
     def covered(share):
         """With so much of an n-th of the matmul beside the first message."""
-        flops = cost.Flops(attention=share * ring.matmul / RANKS)
-        return of(replace(first, flops=flops), *others)
+        return of(replace(first, flops=cost.Flops(attention=share * ring.matmul / RANKS)), *others)
 
     of = lambda *permutes: rings.covered(replace(ring, permutes=permutes))
     assert of(first, *others)

@@ -35,8 +35,7 @@ from tests.refusals import refused
     ],
 )
 def test_groups_of_devices(groups_, axes, ranks):
-    program = parsed("h100-sharded")
-    mesh = collectives.mesh_of(program)
+    mesh = collectives.mesh_of(parsed("h100-sharded"))
     assert mesh == {"data": 1, "fsdp": 2, "tensor": 4}
     one = hlo.Instruction(
         "r", "f32[8]{0}", "reduce-scatter", (), f"channel_id=1, replica_groups={groups_}, a={{0}}"
@@ -334,8 +333,7 @@ def test_functions_of_a_user():
         lowered = jit(meshed).lower(x)
         stages += [(lowered,), (lowered.compile(),)]
     for asked in [(jitted, x), (meshed, x), (ours, x), *stages]:
-        found = schedule.audit(*asked)
-        (only,) = found.reductions
+        (only,) = schedule.audit(*asked).reductions
         assert (only.status, only.layer, only.sublayer) == (Status.SYNCHRONOUS, "", "")
         assert (only.collective.bytes, only.collective.axes) == (64 * 4, ("tensor",))
     with pytest.raises(AssertionError, match="0 exposed reductions are allowed, but here 0 of 1"):

@@ -95,8 +95,7 @@ def dense(definition, params):
 
 def compute(plan, params, tokens=TOKENS, **train):
     trained, frozen = plan.split(cases.place(params, plan.definition))
-    function = task_gradients(plan, config=TrainConfig(**train))
-    return jax.jit(function)(trained, frozen, tokens, {})
+    return jax.jit(task_gradients(plan, config=TrainConfig(**train)))(trained, frozen, tokens, {})
 
 
 @pytest.mark.parametrize(
@@ -151,9 +150,16 @@ def kept_for_backward(plan, *, loop, remat):
         return parallel.all_reduce(loss, definition.layout.batch)
 
     trained, frozen = plan.split(definition.abstract)
-    dims = dict(in_dims=(plan.trained_dims, plan.frozen_dims, "BT"), out_dims="")
     jax.eval_shape(
-        parallel.on_mesh(local, layout=definition.layout, **dims), trained, frozen, TOKENS
+        parallel.on_mesh(
+            local,
+            layout=definition.layout,
+            in_dims=(plan.trained_dims, plan.frozen_dims, "BT"),
+            out_dims="",
+        ),
+        trained,
+        frozen,
+        TOKENS,
     )
     return kept
 
@@ -169,8 +175,7 @@ def test_nothing_of_the_model_is_kept_but_the_taps(loop, remat):
     streams = [shape for shape in shapes if shape[-3:] == (rows, length, 44)]
     # One a layer, the embedding, and (of the final norm) the last stream with what is computed from
     # it.
-    taps = sum(shape[0] if len(shape) == 4 else 1 for shape in streams)
-    assert layers < taps <= layers + 6
+    assert layers < sum(shape[0] if len(shape) == 4 else 1 for shape in streams) <= layers + 6
     everything = kept_for_backward(
         Retraining(Retraining(definition).without_side), loop=loop, remat=Remat.NONE
     )
@@ -233,8 +238,7 @@ def test_decoding_runs_the_side_network(name, tensor, loop):
     prompts = PROMPTS[:2]
     generator = Generator(definition, params, loop=loop)
     settings = DecodeConfig(max_new_tokens=3, temperature=0.0, prefill_chunk=32)
-    found = generator.tokens(prompts, config=settings)
-    for prompt, new in zip(prompts, found):
+    for prompt, new in zip(prompts, generator.tokens(prompts, config=settings)):
         sequence = np.array([prompt + new.tolist()])
         scores = nn.compiled_logits(definition)(params, sequence)[0, len(prompt) - 1 : -1]
         np.testing.assert_array_equal(scores.argmax(-1), new)
@@ -254,8 +258,9 @@ def test_slots_hold_the_side_networks_caches(quantize):
     """
     definition = define(tensor=2)
     params = cases.placed(definition)
-    sizes = dict(slots=2, capacity=64, chunk=5)
-    engines.check_as_alone(definition, params, PROMPTS, new=6, quantize=quantize, **sizes)
+    engines.check_as_alone(
+        definition, params, PROMPTS, new=6, quantize=quantize, slots=2, capacity=64, chunk=5
+    )
 
 
 @FULL
@@ -288,8 +293,7 @@ def test_emulated_ranks_and_packed_rows():
     """
     real = define("ladder-fresh", tensor=2)
     params = cases.parameters(real)
-    segments = np.array([[1, 1, 1, 2, 2, 2, 2]] * 4, np.int32)
-    batch = Batch(TOKENS, segments, np.ones_like(TOKENS))
+    batch = Batch(TOKENS, np.array([[1, 1, 1, 2, 2, 2, 2]] * 4, np.int32), np.ones_like(TOKENS))
     (wanted, _), others = compute(Retraining(real), params, batch)
     emulated = define("ladder-fresh", ranks=2)
     (loss, _), grads = compute(Retraining(emulated), params, batch, accumulate=2)

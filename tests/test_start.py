@@ -91,8 +91,7 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
         checkpoint.open_checkpoint(wide).config.model,
         mesh=cases.define("ladder", tensor=4).layout.mesh,
     )
-    whole = definition.layout.sharding("DF").devices_indices_map((128, 512))
-    own = dict(list(whole.items())[2:])
+    own = dict(list(definition.layout.sharding("DF").devices_indices_map((128, 512)).items())[2:])
     sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: own)
     like = SimpleNamespace(shape=(128, 512), dtype=np.dtype(np.float32), sharding=sharding)
     store = arrays.opened(wide / "checkpoints/1/params", "layers/mlp/up").result()[2]

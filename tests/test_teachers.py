@@ -67,8 +67,7 @@ def test_frozen_layers_whose_experts_drop_rows():
             definition, FROZEN, distill=DistillConfig(name), teacher=as_standard(definition)
         )
         trained, frozen = plan.split(params, teacher=None if name == START else params)
-        settings = TrainConfig(load_balance=0.0, router_z_loss=0.0)
-        function = task_gradients(plan, config=settings)
+        function = task_gradients(plan, config=TrainConfig(load_balance=0.0, router_z_loss=0.0))
         terms = jax.jit(lambda *args, f=function: f(*args)[0][1])(
             trained, frozen, experts.tokens(), {}
         )
@@ -91,8 +90,7 @@ def test_what_a_teacher_inherits(changes, shared):
         definition, FROZEN, distill=DistillConfig(START), teacher=as_standard(definition, **changes)
     )
     assert loss.shared_layers(plan) == shared
-    named = replace(plan, distill=DistillConfig("the same"))
-    assert loss.shared_layers(named) == 0
+    assert loss.shared_layers(replace(plan, distill=DistillConfig("the same"))) == 0
 
 
 @pytest.mark.parametrize(
@@ -108,8 +106,7 @@ def test_what_a_teacher_with_experts_inherits(capacity, shared):
     moe = dict(experts.KINDS["shared"], capacity=capacity)
     definition = experts.define("hybrid-farskip", moe=moe)
     for of_teacher in (capacity, None):
-        kept = replace(definition.config.moe, capacity=of_teacher)
-        teacher = as_standard(definition, moe=kept)
+        teacher = as_standard(definition, moe=replace(definition.config.moe, capacity=of_teacher))
         plan = Retraining(definition, FROZEN, distill=DistillConfig(START), teacher=teacher)
         assert loss.shared_layers(plan) == shared
 
@@ -139,8 +136,7 @@ def test_a_teacher_is_computed_on_its_own_number_of_ranks(residual):
         taught(student, theirs)
     assert taught(student, theirs, residual="standard").teacher.config.ranks is None
     assert taught(student, replace(theirs, ranks=2)).teacher.config.ranks == 2
-    emulated = cases.define("ladder-fresh", ranks=4, **TWO)
-    assert taught(emulated, theirs).teacher.layout.ranks == 4
+    assert taught(cases.define("ladder-fresh", ranks=4, **TWO), theirs).teacher.layout.ranks == 4
 
 
 def test_what_was_refitted_is_of_one_topology(tmp_path):

@@ -108,11 +108,18 @@ def test_commands_at_80_columns(words, monkeypatch, prints):
 
 def test_checkpoints(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    row = dict(
-        path="/runs/x", bytes=2**40, time=1.6e9, validation_loss=1234.5678, state="no manifest"
-    )
     command._show(
-        [command.Row(step=1_000_000, **row, problems=("params/manifest.json is missing " * 4,))],
+        [
+            command.Row(
+                step=1_000_000,
+                path="/runs/x",
+                bytes=2**40,
+                time=1.6e9,
+                validation_loss=1234.5678,
+                state="no manifest",
+                problems=("params/manifest.json is missing " * 4,),
+            )
+        ],
         [1, 2],
     )
     fits(capsys.readouterr().out)

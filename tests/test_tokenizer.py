@@ -110,13 +110,14 @@ def test_several_stop_ids(tmp_path):
     assert stops("generation_config.json", eos_token_id=8) == (end, 8)
     # as transformers reads them, which writes added_tokens_decoder since 4.34
     assert stops("special_tokens_map.json", eos_token=tokenizers.BEGIN) == (0, 8)
-    newer = dict(eos_token=tokenizers.END, added_tokens_decoder={})
-    assert stops("tokenizer_config.json", **newer) == (end, 8)
+    assert stops("tokenizer_config.json", eos_token=tokenizers.END, added_tokens_decoder={}) == (
+        end,
+        8,
+    )
     (folder / "tokenizer_config.json").unlink()
     (folder / "special_tokens_map.json").unlink()
     assert tokenizer.load(folder).stop_ids == (8,)
-    ending = {"content": tokenizers.END}
-    assert stops("special_tokens_map.json", eos_token=ending) == (end, 8)
+    assert stops("special_tokens_map.json", eos_token={"content": tokenizers.END}) == (end, 8)
     # what is no token would be written into token stores, in fewer bits, and into training rows
     for none in (-1, 2**40, True, [-1, tokenizer.load(folder).vocab_size]):
         assert stops("generation_config.json", eos_token_id=none) == (end,)

@@ -206,8 +206,7 @@ def test_killed_again_and_again(tmp_path):
         while alive(process.pid) and time.time() < limit:
             time.sleep(0.05)
         assert not alive(process.pid)
-    made = make([tmp_path / "book.jsonl"], tmp_path / "whole", most=5000)
-    assert len(made.shards) > 16
+    assert len(make([tmp_path / "book.jsonl"], tmp_path / "whole", most=5000).shards) > 16
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -244,8 +243,7 @@ def test_what_was_done_is_not_done_again(tmp_path):
     both = [one, two]
     one.write_text(lines(TEXTS))
     two.write_text(lines(TEXTS[:50]) + '{"text": 3}\n' + lines(TEXTS[50:]))
-    wrong = r"two.jsonl:51: no text in 'text' \(--field names it\): this is int"
-    with refused(wrong):
+    with refused(r"two.jsonl:51: no text in 'text' \(--field names it\): this is int"):
         make(both, out)
     with refused("is not finished"):
         Store(out)

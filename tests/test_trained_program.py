@@ -48,8 +48,7 @@ def trained(tmp_path):
     ids=["default", "split"],
 )  # fmt: skip
 def test_the_audited_step_is_the_one_that_runs(asked, overrides, trained):
-    step = would_compile(programs.record, audited(**asked))
-    assert step == would_compile(trained, *overrides)
+    assert would_compile(programs.record, audited(**asked)) == would_compile(trained, *overrides)
 
 
 def test_the_planned_step_is_the_one_that_runs(trained):

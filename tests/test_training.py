@@ -57,8 +57,7 @@ def test_every_number_is_float32_where_jax_has_64_bits():
         params = jax.eval_shape(lambda: nn.initialize(definition))
         found = params, jax.eval_shape(compute, params, experts.tokens())
     stored = jax.tree.map(lambda a: a.update(dtype="bfloat16"), params)
-    whole = train.loss_and_gradients(definition)
-    found = found, jax.eval_shape(whole, stored, experts.tokens())
+    found = found, jax.eval_shape(train.loss_and_gradients(definition), stored, experts.tokens())
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
 
 
@@ -107,12 +106,10 @@ def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
 
 
 def test_the_papers_schedule():
-    recipe = TrainConfig()
-    rate = steps.learning_rate(recipe)
+    rate = steps.learning_rate(TrainConfig())
     assert float(rate(1_999)) == pytest.approx(3e-4)
     assert float(rate(999)) == pytest.approx(1.5e-4)
-    halfway = 2_000 + (25_000 - 2_000) // 2
-    assert float(rate(halfway)) == pytest.approx(3e-4 * 0.55, rel=1e-3)
+    assert float(rate(2_000 + (25_000 - 2_000) // 2)) == pytest.approx(3e-4 * 0.55, rel=1e-3)
     assert float(rate(25_000)) == pytest.approx(3e-5)
     assert float(steps.learning_rate(TrainConfig(steps=5, warmup_steps=10))(4)) == pytest.approx(
         3e-4

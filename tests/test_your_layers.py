@@ -132,8 +132,7 @@ REMATS = "none", "full", "save-matmuls"
 )
 def test_run_is_the_rule(name, loop, remat):
     """And its gradients of the stream and of the weights, against float64."""
-    found = on_ranks(with_gradients(of_run(name, loop=loop, remat=remat)), out=OUT)
-    check_rule(found, name)
+    check_rule(on_ranks(with_gradients(of_run(name, loop=loop, remat=remat)), out=OUT), name)
 
 
 @pytest.mark.parametrize("name", RESIDUALS)
@@ -156,8 +155,7 @@ def test_what_sublayers_close_over_has_a_gradient():
     unrolled = dict(loop="unrolled", remat="full")
     run = compiled_on_ranks(lambda x, w: residual.run(THREE, gated(x), x, params=w, **unrolled))
     exact = float64(with_gradients(lambda x, w: exactly("ladder", x, w, of=gated(x))))
-    found = with_gradients(run)(X, STACKED)
-    assert max(map(cases.error, found, exact)) < 2 * LIMIT
+    assert max(map(cases.error, with_gradients(run)(X, STACKED), exact)) < 2 * LIMIT
 
 
 def test_run_on_one_device_and_over_a_list():
@@ -357,8 +355,7 @@ def test_what_sublayers_change_is_changed_in_the_stack(settings):
         assert cases.error(loss, exact) < X.size * LIMIT
         assert np.isfinite(gradients.layers.mlp.weight[...]).all()
     assert repr(stack).startswith("Stack of Counts, 384 parameters")
-    keys = jax.random.key_data(stack.layers.rngs.default.key[...])
-    assert len(set(keys[:, 0].tolist())) == 3
+    assert len(set(jax.random.key_data(stack.layers.rngs.default.key[...])[:, 0].tolist())) == 3
     for sublayer in (stack.layers.attention, stack.layers.mlp):
         assert sublayer.calls[...].tolist() == [2 * halves] * 3
     first = stack.layers.attention.newest[...]
@@ -369,8 +366,7 @@ def test_what_sublayers_change_is_changed_in_the_stack(settings):
 def test_a_stack_that_changes_nothing_may_be_closed_over():
     """By `jax.jit`, where flax allows no change."""
     stack = residual.Stack(Pair, rngs=nnx.Rngs(0), axes=(), **SETTINGS)
-    closed = jax.jit(lambda x: stack(x))
-    assert cases.error(closed(X), call(stack, X)) < LIMIT
+    assert cases.error(jax.jit(lambda x: stack(x))(X), call(stack, X)) < LIMIT
 
 
 def test_a_stacks_graph_is_a_static_argument():

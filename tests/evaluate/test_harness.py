@@ -267,8 +267,9 @@ def test_answers_end_as_gsm8k_has_it():
 def test_what_tasks_ask_for(adapter):
     request = lambda **settings: adapter.request("the cat", settings, seed=3)
     found = request(until=["\n", ""], max_new_tokens=5, do_sample=True, top_p=0.5, num_beams=1)
-    asked = dict(stop=("\n",), max_new_tokens=5, temperature=1.0, top_p=0.5, seed=3)
-    assert found == dataclasses.replace(found, **asked)
+    assert found == dataclasses.replace(
+        found, stop=("\n",), max_new_tokens=5, temperature=1.0, top_p=0.5, seed=3
+    )
     greedy = request(until="x", do_sample=False, temperature=0.7, repetition_penalty=1.2)
     assert (greedy.temperature, greedy.repetition_penalty, greedy.max_new_tokens) == (0.0, 1.2, 12)
     with refused("cannot honour the task's num_beams=4"):

@@ -67,8 +67,7 @@ def test_scores(name, how, monkeypatch):
 
 def test_greedy(model, exact):
     """A span is greedy where each of its tokens is the most probable one."""
-    row = np.full((1, WINDOW), 5, np.int32)
-    best = int(exact.logits(row)[0, 0].argmax())
+    best = int(exact.logits(np.full((1, WINDOW), 5, np.int32))[0, 0].argmax())
     for scored, greedy in (([best], True), ([best, 7], False), ([7], False)):
         ((_, found),) = model.scorer.scores([Span([5], scored)])
         assert found.greedy == exact.scores([5], scored)[1] == greedy
@@ -127,8 +126,7 @@ def test_perplexity_of_tokens(model, exact):
     """From whatever a user has at hand; without a prefix the first token is not scored."""
     tokens = cases.tokens((1, 40), vocab=256)[0]
     loss = -exact.scores(tokens[:1].tolist(), tokens[1:].tolist())[0] / 39
-    transformer = nn.Transformer(model.definition.config, params=model.params)
-    for one in (transformer, model, model.scorer):
+    for one in (nn.Transformer(model.definition.config, params=model.params), model, model.scorer):
         found = evaluate.perplexity(one, tokens)
         assert found.tokens == 39
         assert abs(found.loss - loss) < TOLERANCE

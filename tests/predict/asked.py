@@ -43,9 +43,20 @@ def speed(name, *, on=H100, tensor=8, rows=4, shape="llama-3-8b", layers=6, **mo
 
 def with_experts(name, *, which=None, layers=3, capacity=None, **moe):
     """A small model with six experts, of which two compute a token."""
-    shape = dict(num_layers=layers, d_model=64, num_heads=8, num_kv_heads=4, head_dim=16, d_ff=256)
     moe |= dict(experts=6, top_k=2, expert_width=48, capacity=capacity)
-    return preset("tiny-moe", residual=name, ladder_layers=which, vocab_size=512, moe=moe, **shape)
+    return preset(
+        "tiny-moe",
+        residual=name,
+        ladder_layers=which,
+        vocab_size=512,
+        moe=moe,
+        num_layers=layers,
+        d_model=64,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=16,
+        d_ff=256,
+    )
 
 
 def prompt(config, *, ranks=8, rows=1, tokens=1):

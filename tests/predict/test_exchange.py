@@ -50,8 +50,9 @@ def device(*, flops):
 def timeline(one, on, *, times=1, interleave=1):
     """Of one row, or of two rows in turn."""
     program = Program(Form.EXCHANGE, interleave=interleave)
-    shape = dict(ranks=RANKS, rows=interleave, tokens=TOKENS)
-    return of_layers(one, on=on, program=program, times=times, **shape)
+    return of_layers(
+        one, on=on, program=program, times=times, ranks=RANKS, rows=interleave, tokens=TOKENS
+    )
 
 
 HALF = 3 / 4 * TOKENS * D * 2 / BANDWIDTH  # a gather or a reduce-scatter
@@ -164,13 +165,17 @@ def count(one, interleave):
     reads; the embedding has a scatter, and the head a gather.
     """
     definition = nn.define(one, mesh=parallel.make_mesh(tensor=RANKS), experts="exchange")
-    form = dict(loop=Loop.UNROLLED, sequence_parallel=True, interleave=interleave)
-    program = decode.prefill.__wrapped__(definition, capacity=TOKENS, **form)
+    program = decode.prefill.__wrapped__(
+        definition,
+        capacity=TOKENS,
+        loop=Loop.UNROLLED,
+        sequence_parallel=True,
+        interleave=interleave,
+    )
     params = weights.abstract(definition, loop=Loop.UNROLLED)
     tokens = jnp.zeros((interleave, TOKENS), jnp.int32)
     traced = jax.make_jaxpr(program)(params, tokens, tokens[:, 0])
-    read = [True] * len(traced.jaxpr.outvars)
-    text = str(partial_eval.dce_jaxpr(traced.jaxpr, read)[0])
+    text = str(partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))[0])
     return (
         sum(text.count(f"{kind}[") for kind in ("all_to_all", "reduce_scatter", "all_gather")) - 2
     )

@@ -26,8 +26,7 @@ def in_turn(name, *all_reduces, length=1.0, **settings):
     of its half.
     """
     steps = itertools.chain.from_iterable(residual.topology(name, num_layers=2).layers)
-    work = lambda sublayers, half: Work(length)
-    slots = turns(steps, work=work, all_reduces=all_reduces)
+    slots = turns(steps, work=lambda sublayers, half: Work(length), all_reduces=all_reduces)
     return play_slots(slots, **{"contention": 0.0, **settings})
 
 
@@ -214,8 +213,7 @@ def standard_on(kind, model):
     devices = np.array([types.SimpleNamespace(device_kind=kind)])
     mesh = types.SimpleNamespace(shape={"tensor": 8}, devices=devices)
     layout = dataclasses.replace(definition.layout, mesh=mesh)
-    shape = preset(model, residual="standard")
-    return dataclasses.replace(definition, config=shape, layout=layout)
+    return dataclasses.replace(definition, config=preset(model, residual="standard"), layout=layout)
 
 
 def test_auto_takes_halves_of_long_prompts():

@@ -66,8 +66,7 @@ def test_farskips_training_step_has_first_layers_too():
 
     def step(name):
         shard = Model(config(name), 4, trains=True)
-        task = Task(shard, V5P, shard.prefill(rows=1, prompt_length=256))
-        return model.run_by(task, PLAIN)
+        return model.run_by(Task(shard, V5P, shard.prefill(rows=1, prompt_length=256)), PLAIN)
 
     # a first layer's two sublayers are reduced together
     assert len(model.backward(program.steps_of(config("farskip")))) == 2 * 5 - DENSE
@@ -100,8 +99,7 @@ def test_what_a_v5e_starts_at_once():
     awaited.
     """
     quick = replace(machine.load("v5e"), bandwidth=math.inf, launch=0.0, contention=0.0)
-    started = replace(quick.link, halves=Halves.SUPPORTED)
-    apart = replace(quick, link=started)
+    apart = replace(quick, link=replace(quick.link, halves=Halves.SUPPORTED))
     shard = Model(preset("llama-3-8b", residual="ladder"), 8, trains=True)
     block = shard.prefill(rows=4, prompt_length=8192)
 

@@ -67,8 +67,7 @@ def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
     nodes = replace(EIGHT, network=Network(size=4, step=5e-6, bandwidth=1e8))
     assert nodes.times(4e6, ranks=8).keys() == {Algorithm.TREE}
     assert nodes.times(4e6, ranks=4).keys() == EIGHT.times(4e6, ranks=4).keys()
-    direct = replace(nodes, network=replace(nodes.network, one_shot=7e-6))
-    times = direct.times(4e6, ranks=8)
+    times = replace(nodes, network=replace(nodes.network, one_shot=7e-6)).times(4e6, ranks=8)
     inside = EIGHT.two_shot.seconds(2 * 3 / 4 * 4e6)
     assert times[Algorithm.TWO_SHOT] == pytest.approx(inside + 7e-6 + 1e6 / 1e8)
 

@@ -28,8 +28,7 @@ def test_a_link_without_time_is_no_communication(name):
 
 @pytest.mark.parametrize("name", MANY)
 def test_without_compute_everything_is_exposed(name):
-    idle = dataclasses.replace(H100, flops=1e60, bandwidth=1e60, launch=0.0)
-    found = speed(name, on=idle)
+    found = speed(name, on=dataclasses.replace(H100, flops=1e60, bandwidth=1e60, launch=0.0))
     assert found.exposed == pytest.approx(found.wire, rel=1e-9)
     assert found.seconds == pytest.approx(found.wire, rel=1e-9)
     assert found.step.hidden == 0

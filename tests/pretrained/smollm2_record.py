@@ -39,12 +39,14 @@ def logits(tokens):
 def greedy(prompt):
     import torch
 
-    settings = dict(
-        max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
-    )
     with torch.no_grad():
         out = model().generate(
-            torch.tensor([prompt]), attention_mask=torch.ones((1, len(prompt))), **settings
+            torch.tensor([prompt]),
+            attention_mask=torch.ones((1, len(prompt))),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
         )
     return out[0, len(prompt) :].tolist()
 

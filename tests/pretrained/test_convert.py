@@ -44,8 +44,14 @@ def test_values_and_files_arrive(tmp_path, capsys):
     mesh reads it.
     """
     made = tiny.byte_level()
-    long = dict(vocab_size=320, max_position_embeddings=2**20)
-    file = gguf_files.write(tmp_path / "a.gguf", "llama-2", kind=Kind.BF16, tokenizer=made, **long)
+    file = gguf_files.write(
+        tmp_path / "a.gguf",
+        "llama-2",
+        kind=Kind.BF16,
+        tokenizer=made,
+        vocab_size=320,
+        max_position_embeddings=2**20,
+    )
     source = pretrained.open(file)
     saved = convert(file, tmp_path / "out")
     told = json.loads(capsys.readouterr().out)
@@ -195,8 +201,9 @@ def test_a_tokenizer_that_does_not_match(small, tmp_path):
 def test_rows_of_a_text(content, tokens, skip, shape, tmp_path):
     """No longer than 1,024 tokens; they share one token. Letters are tokens."""
     (tmp_path / "text").write_text(content)
-    how = dict(tokenizer=LETTERS, tokens=tokens, skip=skip)
-    rows = conversion.rows_of([Text(str(tmp_path / "text"))], **how)
+    rows = conversion.rows_of(
+        [Text(str(tmp_path / "text"))], tokenizer=LETTERS, tokens=tokens, skip=skip
+    )
     assert rows.shape == shape
     assert (rows[1:, 0] == rows[:-1, -1]).all()
 

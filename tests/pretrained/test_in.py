@@ -26,9 +26,8 @@ def recorded():
 
 def logits(source, *, tensor=1, fsdp=1, **options):
     mesh = parallel.make_mesh(tensor=tensor, fsdp=fsdp)
-    definition = nn.define(source.model, mesh=mesh)
     return np.asarray(
-        nn.compiled_logits(definition)(
+        nn.compiled_logits(nn.define(source.model, mesh=mesh))(
             pretrained.load(source, mesh=mesh, **options), models.tokens()
         )
     )
@@ -209,6 +208,5 @@ REFUSED = {
 )
 def test_what_cannot_be_represented_is_refused_by_its_name(name, message, tmp_path):
     tensors = models.weights(models.config(name))
-    changes = REFUSED[name][message]
-    folder = models.write(tmp_path / "model", name, tensors=tensors, **changes)
+    folder = models.write(tmp_path / "model", name, tensors=tensors, **REFUSED[name][message])
     assert message.strip() in refused(folder)

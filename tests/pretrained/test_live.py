@@ -140,8 +140,7 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     import torch
     import transformers
 
-    halved = dict(vocab_size=320, values=ml_dtypes.bfloat16)
-    made = ladders.make(tmp_path / "made", "ladder", **halved)
+    made = ladders.make(tmp_path / "made", "ladder", vocab_size=320, values=ml_dtypes.bfloat16)
     out = tmp_path / "out"
     read = transformers.AutoModelForCausalLM.from_pretrained
     tokenizer = tokenizers.byte_level()

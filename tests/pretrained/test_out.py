@@ -84,8 +84,7 @@ def test_topologies_are_named_and_come_back(name, tmp_path):
 )
 def test_the_pytorch_program_computes_what_we_do(name, tmp_path):
     """Recorded; `make test-hf` has it live, and every topology."""
-    made = ladders.make(tmp_path / "made", name)
-    check_logits(made, name)
+    check_logits(ladders.make(tmp_path / "made", name), name)
 
 
 def test_a_checkpoint_is_exported_without_its_padding(tmp_path):

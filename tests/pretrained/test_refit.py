@@ -319,9 +319,8 @@ def test_models_that_cannot_be_refitted():
     arrays = {**standard().arrays, Key("layers/attention/out", 0): stored}
     broken = replace(standard(), arrays=arrays)
     ladder = small_model("ladder")
-    already = replace(standard(), model=ladder)
     for source, mesh, message in (
-        (already, {}, "starts from a standard model; .* is ladder"),
+        (replace(standard(), model=ladder), {}, "starts from a standard model; .* is ladder"),
         (standard(), dict(data=4), "6 rows of text cannot be split over 4 data ranks"),
         (standard(), dict(fsdp=2), "a mesh of data and tensor: mesh.fsdp=1"),
         (broken, {}, "no least squares: .*infs or NaNs"),

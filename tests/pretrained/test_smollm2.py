@@ -48,8 +48,7 @@ def test_its_tokenizer():
     assert read.encode("Hello world 1234") == [19556, 905, 216, 33, 34, 35, 36]
     text = "naïve café 東京 🙂  \n\tx == 10;"
     assert read.decode(read.encode(text)) == text
-    asked = read.chat([{"role": "user", "content": "Hi"}])
-    assert asked == read.encode(
+    assert read.chat([{"role": "user", "content": "Hi"}]) == read.encode(
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )

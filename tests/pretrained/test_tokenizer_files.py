@@ -31,8 +31,7 @@ def plant(folder):
 
 
 def check(out):
-    told = json.loads((out / "tokenizer_config.json").read_text())
-    assert told == {
+    assert json.loads((out / "tokenizer_config.json").read_text()) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": FOREIGN["chat_template"],
     }
@@ -80,8 +79,7 @@ def test_known_classes_stay(name, tmp_path):
 @pytest.fixture
 def run(tmp_path):
     """A checkpoint of a ladder, with a tokenizer's folder."""
-    file = gguf_files.write(tmp_path / "a.gguf", "llama-2")
-    convert(file, tmp_path / "run", ladder_layers="all")
+    convert(gguf_files.write(tmp_path / "a.gguf", "llama-2"), tmp_path / "run", ladder_layers="all")
     (tmp_path / "run/tokenizer").mkdir(exist_ok=True)
     return tmp_path / "run"
 

@@ -111,10 +111,9 @@ def test_two_processes_resume_alike(told, stood, whole):
     flipped = stood("flipped")
     late = stood("late")
     cases.flip(flipped / "checkpoints/4")
-    newest = str(late / "checkpoints/4")
     one, two = told(
         (flipped, {}, ["run.on_damaged=previous"]),
-        (late, {"late": {"path": newest, "of": 1, "seconds": 4}}, []),
+        (late, {"late": {"path": str(late / "checkpoints/4"), "of": 1, "seconds": 4}}, []),
     )
     alike(one, step=2, losses=[3, 4, 5, 6], whole=whole)
     alike(two, step=4, losses=[5, 6], whole=whole)

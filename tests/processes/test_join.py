@@ -54,8 +54,7 @@ def test_settings_that_differ_are_refused(started):
     environs = ({}, {"JAX_THREEFRY_PARTITIONABLE": "0"})
     settings = ({"train": {"batch": 4, "steps": 1}}, {"train": {"batch": 8, "steps": 1}})
     body = "raise AssertionError('joined')"
-    running = started(body, settings=settings, counts=(2, 3), environs=environs)
-    for said in ends(running, status=2):
+    for said in ends(started(body, settings=settings, counts=(2, 3), environs=environs), status=2):
         line = f"process 1 of 2 (host {HOST}) differs from process 0 (host {HOST})"
         differ = "train.batch is 8, not 4; --processes is 3, not 2; JAX_THREEFRY_PARTITIONABLE is False, not True"
         assert said == f"ladder-jax: {line}: {differ}\n"

@@ -101,9 +101,9 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def script(*words, check=True, cwd=None, **variables):
-    environment = {**os.environ, **variables}
-    pipes = dict(capture_output=True, text=True)
-    done = subprocess.run(words, **pipes, cwd=cwd, env=environment, timeout=60)
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=cwd, env={**os.environ, **variables}, timeout=60
+    )
     assert not check or done.returncode == 0, (done.stdout, done.stderr)
     return done
 
@@ -124,8 +124,7 @@ def test_gcloud(stand_in, there):
     words = "my run.yaml", "run.dir=/runs/a b"
     script("bash", LAUNCH / "tpu_pod/gcloud.sh", *words, **SLICE, SPOT="1")
     calls = stand_in.calls("gcloud")
-    verbs = [call[3] for call in calls]
-    assert verbs == ["describe", *([] if there else ["create"]), "ssh", "ssh"]
+    assert [call[3] for call in calls] == ["describe", *([] if there else ["create"]), "ssh", "ssh"]
     last = calls[-1]
     assert "--worker=all" in last
     assert "--zone=us-east5-a" in last
@@ -176,9 +175,8 @@ def test_slurm_outlives_the_signal(stand_in, tmp_path):
     )
     stand_in("scontrol", "[ -e saved ] || exit 9")
     environment = {**os.environ, "SLURM_JOB_ID": "4711"}
-    command = ["bash", str(LAUNCH / "slurm/train.sbatch"), "tiny"]
     with subprocess.Popen(
-        command,
+        ["bash", str(LAUNCH / "slurm/train.sbatch"), "tiny"],
         env=environment,
         cwd=tmp_path,
         start_new_session=True,

@@ -90,8 +90,7 @@ def start(book, tmp_path, spawn):
 
     def start(*more, cluster, processes=2, lost=60):
         port = high_port()
-        mesh = f"mesh.data={processes}"
-        words = runs.words(book, tmp_path / "run", *SETTINGS, mesh, *more)
+        words = runs.words(book, tmp_path / "run", *SETTINGS, f"mesh.data={processes}", *more)
         options = ["--cpu-devices", "1", "--lost-timeout", str(lost)]
         command = [sys.executable, "-m", "ladder_jax", "train", "tiny", *words, *options]
         return [spawn(command, **cluster(one, processes, port)) for one in range(processes)]
@@ -168,8 +167,7 @@ def test_two_are_killed_and_resumed(start, alone, tmp_path, cluster):
     assert f"trained a model of 22,624 parameters for {STEPS} steps" in said[0][0]
     ours = [line for out in said[1] for line in out.splitlines() if not line.startswith("[Gloo]")]
     assert ours == []  # the first alone speaks
-    traces = (run / "profile").glob("process_*/plugins/profile/*/*.xplane.pb")
-    assert len(list(traces)) == 2
+    assert len(list((run / "profile").glob("process_*/plugins/profile/*/*.xplane.pb"))) == 2
     assert len(metrics.read(run)) == STEPS
     same(before, metrics.read(run), rel=0)
     same(metrics.read(run), alone, rel=1e-5)

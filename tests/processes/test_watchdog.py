@@ -54,8 +54,7 @@ def test_process_that_does_not_get_on_is_named(started):
         heartbeat(f"step {step}")
     time.sleep(600)
     """
-    running = started(body, timeouts={"hang": 6})
-    for said in ends(running, status=1):
+    for said in ends(started(body, timeouts={"hang": 6}), status=1):
         assert (
             f"process 1 of 2 (host {HOST}) hangs at: step 2; the others have waited for it at: step 3"
             in said
@@ -106,8 +105,7 @@ def test_all_finish_or_stop(started):
     time.sleep(me)
     raise Stopped("SIGTERM: step 18 is saved", signum=signal.SIGTERM)
     """
-    said = ends(started(body), status=143)
-    assert said == ["ladder-jax: SIGTERM: step 18 is saved\n"] * 2
+    assert ends(started(body), status=143) == ["ladder-jax: SIGTERM: step 18 is saved\n"] * 2
 
 
 class Store(dict):

@@ -68,8 +68,7 @@ def run(away, tmp_path_factory):
         # the killed run leaves its small files there
         env={**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("killed"))},
     )
-    saved = lambda: "runs/one/checkpoints/3/manifest.json" in objects
-    assert wait(process, saved, timeout=240)
+    assert wait(process, lambda: "runs/one/checkpoints/3/manifest.json" in objects, timeout=240)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert "runs/one/.lock" in objects

@@ -123,7 +123,6 @@ def test_what_cannot_be_answered(answer, change, message, openai):
 
 
 def test_the_paths_are_described(url):
-    paths = ask(url, "/openapi.json")[2]["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= set(
-        paths
+        ask(url, "/openapi.json")[2]["paths"]
     )

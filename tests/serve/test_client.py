@@ -47,11 +47,24 @@ def test_defaults_are_openai_s(client, alone):
     assert first.choices[0].text != second.choices[0].text
     greedy = client.completions.create(model=MODEL, prompt="a", temperature=0)
     assert greedy.choices[0].text == alone("a", max_new_tokens=16).text
-    neutral = dict(
-        max_tokens=None, stop=None, n=None, logit_bias=None, suffix=None, top_p=None, logprobs=None,
-        presence_penalty=0, frequency_penalty=0.0, best_of=1, user="me", echo=False, stream=False,
-    )  # fmt: skip
-    same = client.completions.create(model=MODEL, prompt="a", temperature=0, **neutral)
+    same = client.completions.create(
+        model=MODEL,
+        prompt="a",
+        temperature=0,
+        max_tokens=None,
+        stop=None,
+        n=None,
+        logit_bias=None,
+        suffix=None,
+        top_p=None,
+        logprobs=None,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        best_of=1,
+        user="me",
+        echo=False,
+        stream=False,
+    )
     assert same.choices[0].text == greedy.choices[0].text
 
 
@@ -108,8 +121,7 @@ def test_a_stream(complete, alone):
         mine = [part.choices[0] for part in parts if part.choices[0].index == index]
         assert len(mine) >= 3
         assert "".join(choice.text for choice in mine) == alone(prompt, **ALONE).text
-        reasons = [choice.finish_reason for choice in mine]
-        assert reasons == [None] * (len(mine) - 1) + ["length"]
+        assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + ["length"]
     assert last.choices == []
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (10, 80)
 

@@ -74,8 +74,7 @@ def test_counted_before_they_are_cut(make_engine, serving):
             ("completions", {"prompt": ["a"] * 9}, "9 prompts, 1 answers each, are not from 1 to"),
             ("completions", {"prompt": ["a"] * 4, "n": 3}, "4 prompts, 3 answers each, are not"),
         ):
-            asked = {"model": MODEL, "max_tokens": 1, **body}
-            status, said = refusal(url, f"/v1/{path}", asked)
+            status, said = refusal(url, f"/v1/{path}", {"model": MODEL, "max_tokens": 1, **body})
             assert status == 400 and said.startswith(message), said
         assert not cut
 

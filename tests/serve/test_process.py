@@ -74,8 +74,7 @@ def test_draining_has_an_end(start, openai):
     so.
     """
     # so that LONG takes 127 rounds
-    options = "--drain-seconds 0.1 --host 0.0.0.0 --chunk 1".split()
-    process = start(*options, python=SLOW)
+    process = start(*"--drain-seconds 0.1 --host 0.0.0.0 --chunk 1".split(), python=SLOW)
     assert "anybody who reaches http://0.0.0.0:" in process.log().splitlines()[0]
     with streamed(process.url) as stream, futures.ThreadPoolExecutor() as threads:
         whole = threads.submit(ask, process.url, body=LONG)
