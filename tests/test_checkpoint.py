@@ -63,7 +63,7 @@ def save(folder, name="ladder", **mesh):
     NumPy.
     """
     definition = cases.define(name, **mesh)
-    state = train.initial_state(definition, config=RECIPE)
+    state = train.initial_state(definition, config=RECIPE, params=cases.placed(definition))
     store = Store(folder, config=RunConfig(model=definition.config, train=RECIPE))
     store.save(1, params=state.params, optimizer=optimizer_to_dict(state.optimizer))
     store.close()
@@ -150,8 +150,7 @@ def test_replicas_share_the_writing_of_large_arrays_alone(tmp_path):
     for name, values in dict(large=large, small=large[:8]).items():
         array = jax.device_put(values, everywhere)
         with compilations.counted() as compiled:
-            writes = writing.begin(tmp_path / name, {"a": array})
-            writing.await_all(writes, within=60)
+            writing.await_all(writing.begin(tmp_path / name, {"a": array}), within=60)
         arrays.finish(tmp_path / name, {"a": array.shape})
         like = {"a": jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=everywhere)}
         (found,) = arrays.read(tmp_path / name, like)
@@ -179,8 +178,7 @@ def test_what_is_no_checkpoint_of_this_version_is_refused(copy, field, value, me
     ],
 )
 def test_a_tokenizer_that_cannot_be_had(tmp_path, vocab_size, data, message):
-    config = RunConfig(model=cases.model(vocab_size=vocab_size))
-    save_small(tmp_path, config, data=data)
+    save_small(tmp_path, RunConfig(model=cases.model(vocab_size=vocab_size)), data=data)
     with refused(message):
         open_checkpoint(tmp_path).tokenizer()
 
@@ -205,8 +203,7 @@ def test_only_padding_may_differ(name, shape, padded):
     tree = lambda shape: traverse_util.unflatten_dict({name: np.zeros(shape)}, sep="/")
     for axis in range(len(shape)):
         wanted = tuple(size + (at == axis) for at, size in enumerate(shape))
-        said = re.escape(f"{name} is {shape}, not {wanted}")
-        refuses = refused(said)
+        refuses = refused(re.escape(f"{name} is {shape}, not {wanted}"))
         with contextlib.nullcontext() if axis == padded else refuses:
             check_shapes(tree(shape), tree(wanted), folder="run")
 
@@ -220,8 +217,7 @@ def test_a_folder_by_way_of_its_parent(tmp_path, monkeypatch, prints):
     monkeypatch.chdir(tmp_path / "elsewhere/here")
     definition, params = save("../run")
     assert steps(tmp_path / "elsewhere/run") == [1]
-    opened = open_checkpoint("../run")
-    jax.tree.map(assert_array_equal, opened.params(definition), params)
+    jax.tree.map(assert_array_equal, open_checkpoint("../run").params(definition), params)
     assert pretrained.open("../run").model == definition.config
     prints("convert", "../run", tmp_path / "link/../copy")
     copied = open_checkpoint(tmp_path / "elsewhere/copy").params(definition)
@@ -434,8 +430,7 @@ def test_a_save_that_fails_leaves_the_others(copy):
     (copy / "40").write_text("in the way")
     store.save(40, **SMALL)
     store.wait()
-    failure = store.failure()
-    assert "step 40 could not be written" in str(failure)
+    assert "step 40 could not be written" in str(store.failure())
     assert store.failure() is None
     (copy / "40").unlink(missing_ok=True)
     store.save(40, **SMALL)

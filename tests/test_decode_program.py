@@ -70,8 +70,7 @@ def test_the_engine_runs_the_audited_programs(loop, quantize, lowered):
     """
     form = dict(loop=loop, quantize=quantize)
     definition = definition_of(Phase.DECODE)
-    params = nn.initialize(definition, seed=0)
-    engine = Engine(definition, params, slots=SLOTS, capacity=CAPACITY, **form)
+    engine = Engine(definition, cases.placed(definition), slots=SLOTS, capacity=CAPACITY, **form)
     first = engine.submit(Request([7] * PROMPT, max_new_tokens=16))
     engine.step()
     engine.submit(Request([8] * PROMPT, max_new_tokens=2))

@@ -20,6 +20,7 @@ import ladder_jax
 from experiments import study
 from experiments.plan import __main__ as plan_study
 from experiments.refit import __main__ as refit_study
+from ladder_jax import nn
 from tests import cases
 from tests.changed import ROOT
 
@@ -509,7 +510,7 @@ def test_the_citation_is_of_this_version():
 
 
 def test_shapes_that_the_format_names():
-    definition = ladder_jax.Transformer(ladder_jax.preset("tiny"), rngs=nnx.Rngs(0)).definition
+    definition = nn.define(ladder_jax.preset("tiny"), mesh=ladder_jax.make_mesh())
     text = on_one_line((DOCS / "checkpoints.md").read_text())
     sizes = {}
     for path, dims in re.findall(r"`([\w/]+)` \[(\w(?:, \w)*)\]", text):

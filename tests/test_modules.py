@@ -27,9 +27,10 @@ SHAPE = cases.shape("ladder", CONFIG, ranks=1)
 )
 def test_sublayers_are_named(name, scopes):
     """By which a schedule's report finds them."""
-    model = ladder_jax.Transformer(
-        cases.model(name, num_layers=1), rngs=nnx.Rngs(0), mesh=parallel.make_mesh(tensor=2)
-    )
+    mesh = parallel.make_mesh(tensor=2)
+    config = cases.model(name, num_layers=1)
+    params = cases.parameters(nn.define(config, mesh=mesh))
+    model = ladder_jax.Transformer(config, mesh=mesh, params=params)
     lowered = (
         jax.jit(lambda tokens: model(tokens)).lower(cases.tokens((1, 4))).as_text(debug_info=True)
     )

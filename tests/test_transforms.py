@@ -39,10 +39,9 @@ def an_option_for_the_cpu():
 
 @pytest.fixture(scope="module")
 def model():
-    made = nn.Transformer(CONFIG, rngs=nnx.Rngs(0), mesh=parallel.make_mesh(tensor=2))
-    return nn.Transformer(
-        CONFIG, mesh=made.definition.layout.mesh, params=cases.parameters(made.definition)
-    )
+    mesh = parallel.make_mesh(tensor=2)
+    params = cases.parameters(nn.define(CONFIG, mesh=mesh))
+    return nn.Transformer(CONFIG, mesh=mesh, params=params)
 
 
 def loss(logits):

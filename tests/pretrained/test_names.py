@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 
 import ladder_jax as lj
-from ladder_jax import checkpoint, pretrained
+from ladder_jax import checkpoint, nn, pretrained
 from ladder_jax.bench import request as benches
 from ladder_jax.config import CollectiveMatmul, DecodeConfig, Dtype, Loop, Phase, Quantize
 from ladder_jax.data.tokenizer import Bytes
@@ -323,12 +323,11 @@ def test_push_to_the_hub(files, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def model():
-    return lj.Transformer(
-        lj.preset("tiny", num_layers=1, d_model=32, d_ff=48, vocab_size=257),  # bytes, and one more
-        rngs=nnx.Rngs(3),
-        mesh=lj.make_mesh(tensor=2),
-        tokenizer=Bytes(),
-    )
+    mesh = lj.make_mesh(tensor=2)
+    # bytes, and one more
+    shape = lj.preset("tiny", num_layers=1, d_model=32, d_ff=48, vocab_size=257)
+    params = cases.placed(nn.define(shape, mesh=mesh))
+    return lj.Transformer(shape, mesh=mesh, params=params, tokenizer=Bytes())
 
 
 def test_saved_and_loaded(model, tmp_path, prints):
@@ -426,9 +425,8 @@ def test_what_a_model_refuses(model):
         "unknown setting 'decode.max_tokens'; did you mean 'decode.max_new_tokens'"
     ):
         model.generate("x", max_tokens=3)
-    other = lj.Transformer(lj.preset("tiny", num_layers=1, vocab_size=300), rngs=nnx.Rngs(0))
     with refusals.refused("has no tokenizer"):
-        other.generate("x")
+        lj.Transformer(model.config, mesh=model.mesh, params=model.params).generate("x")
 
 
 def test_without_the_hubs_library(mistake, monkeypatch):
