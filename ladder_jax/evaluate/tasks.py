@@ -30,17 +30,21 @@ LABEL = "{done}/{total} questions"
 class Choice:
     """A question with several answers, of which number `gold`, from 0, is right."""
 
-    line: int = dataclasses.field(compare=False)
+    line: int
     prompt: str
     choices: tuple[str, ...]
     gold: int
+
+    @property
+    def answer(self) -> str:
+        return self.choices[self.gold]
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
     """A question whose answer is to be written."""
 
-    line: int = dataclasses.field(compare=False)
+    line: int
     prompt: str
     answer: str
 
@@ -210,26 +214,39 @@ def library():
 
 
 def _task(config: dict, examples: Sequence, shots: int, shots_from: Sequence):
-    """Raises UserError for fewer questions in `shots_from` than an example needs."""
     shots = whole("shots", shots, least=0)
     if not examples:
         raise UserError("there is no question")
-    pool = shots_from[: shots + 1]  # the harness leaves out a shot that equals the question
-    for example in examples:
-        others = len(pool) - pool.count(example)
-        if others < shots:
-            raise UserError(
-                f"line {example.line}: --shots {shots}: --shots-file holds only {others} other questions"
-            )
+    pool = map(_document, _pool(examples, shots, shots_from))
     documents = map(_document, examples)
-    return library().LocalTask(
-        config, list(documents), shots=shots, pool=list(map(_document, pool))
-    )
+    return library().LocalTask(config, list(documents), shots=shots, pool=list(pool))
 
 
 def _document(example: Choice | Question) -> dict[str, Any]:
     """Without its line: in a file of shots the same question may stand on another one."""
     return dataclasses.asdict(dataclasses.replace(example, line=0))
+
+
+def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
+    """The first questions of `source`, enough for the shots of every example. Raises UserError for
+    too few.
+    """
+    if not shots:
+        return []
+    # The harness leaves out a shot that equals the question: its choices may have another order.
+    known = {_asked(example): example for example in examples}
+    pool = [known.get(_asked(one), one) for one in source[: shots + 1]]
+    for example in examples:
+        others = [one for one in pool if _asked(one) != _asked(example)]
+        if len(others) < shots:
+            raise UserError(
+                f"line {example.line}: --shots {shots}: --shots-file holds only {len(others)} other questions"
+            )
+    return pool
+
+
+def _asked(example: Choice | Question) -> tuple[str, str]:
+    return example.prompt, example.answer
 
 
 def _chosen(task, index: int, example: Choice, scores: list[tuple[float, bool]]) -> dict:

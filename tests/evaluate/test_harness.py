@@ -168,8 +168,13 @@ def check_perplexity(ours, lm, harness, *, close):
 def check_choices(ours, lm, harness, folder, *, shots, close):
     out = folder / "out.jsonl"
     questions = evaluate.read_choices(asked(folder, "choices"))
-    # a question is not its own shot, on whatever line of their file
-    elsewhere = [dataclasses.replace(one, line=99) for one in questions]
+    # a question is not its own shot, on whatever line of their file, its choices in any order
+    elsewhere = [
+        dataclasses.replace(
+            one, line=99, choices=one.choices[::-1], gold=len(one.choices) - 1 - one.gold
+        )
+        for one in questions
+    ]
     found = evaluate.multiple_choice(
         ours, questions, shots=shots, shots_from=elsewhere, file=str(out)
     )
