@@ -345,9 +345,15 @@ class Transformer(Module):
             params = initialize(self.definition, key=next_key(rngs))
         else:
             check_params(params, expected=self.definition.abstract)
-            if not mesh.is_own:  # the caller's code has them by their types
-                shardings = jax.tree.map(lambda a: a.sharding, self.definition.abstract)
-                params = jax.device_put(params, shardings)
+            nnx.update(self, params)
+
+            def place(array, like):
+                """The host's arrays, and what the code of a caller's mesh has by its types."""
+                is_placed = mesh.is_own and isinstance(array, Array)
+                is_abstract = isinstance(array, jax.ShapeDtypeStruct)
+                return array if is_placed or is_abstract else jax.device_put(array, like.sharding)
+
+            params = jax.tree.map(place, self.params, self.definition.abstract)
         nnx.update(self, params)
 
     @property

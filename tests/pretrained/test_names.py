@@ -326,7 +326,7 @@ def model():
     mesh = lj.make_mesh(tensor=2)
     # bytes, and one more
     shape = lj.preset("tiny", num_layers=1, d_model=32, d_ff=48, vocab_size=257)
-    params = cases.placed(nn.define(shape, mesh=mesh))
+    params = cases.parameters(nn.define(shape, mesh=mesh))  # NumPy's, which are written in place
     return lj.Transformer(shape, mesh=mesh, params=params, tokenizer=Bytes())
 
 
