@@ -11,10 +11,11 @@ import datetime
 import functools
 import hashlib
 import json
+import operator
 import os
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ladder_jax import files
@@ -43,11 +44,10 @@ CARRIED = (
 )
 """What is copied beside FILES, for other programs: regular files that lie in the same folder."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-SPACE = "\u2581"  # how sentencepiece writes a space
-DECODERS = ("ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip")
 
 Messages = Sequence[Mapping[str, str]]
 Offsets = tuple[list[int], list[tuple[int, int]]]
+Step = Callable[[str], str | bytes]
 
 
 class Tokenizer:
@@ -237,13 +237,11 @@ class HuggingFace(Tokenizer):
             described = json.loads(content)
             self._tokenizer = tokenizer
             self.vocab_size = 1 + max(self.numbers().values())
-            self._decoders = _decoders(described.get("decoder"))
-            if tokenizer.decoder.decode([f"{SPACE}a"]) == "a":
-                self._own_space = b" "
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = {one.content: token for token, one in added.items() if one.special}
         digest = hashlib.sha256(contents[MAIN]).hexdigest()
         self.name = f"tokenizer-{digest[:16]}"
+        self._steps, self._own_space = _steps(described.get("decoder"))
         config = self._object("tokenizer_config.json")
         mapped = self._object("special_tokens_map.json")
         # older files, whose tokenizer_config.json may hold what the tokens were before a fine-tuning
@@ -311,19 +309,7 @@ class HuggingFace(Tokenizer):
                 written.pop(index, None)
             else:
                 written[index] = token.content
-        return {index: self._bytes_of(piece) for index, piece in written.items()}
-
-    def _bytes_of(self, piece: str) -> bytes:
-        """Of a token as it is written in the vocabulary. A decoder gives a text, which a part of a
-        character is not.
-        """
-        if "ByteLevel" in self._decoders:
-            known = all(character in BYTE_OF for character in piece)
-            return bytes(map(BYTE_OF.get, piece)) if known else piece.encode()
-        if "ByteFallback" in self._decoders and (found := BYTE.fullmatch(piece)):
-            return bytes.fromhex(found[1])
-        # behind another one, as a first token's space may be the tokenizer's own
-        return self._tokenizer.decoder.decode(["a", piece]).removeprefix("a").encode()
+        return {index: _piece_bytes(piece, self._steps) for index, piece in written.items()}
 
     def _file(self, name: str) -> str:
         return os.path.join(self.where, name)
@@ -396,21 +382,66 @@ def _template(config: dict) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _decoders(decoder: dict | None) -> list[str]:
-    """The kinds of decoders of which it is made. Raises UserError where tokens have no bytes of
-    their own.
+def _steps(decoder: dict | None) -> tuple[list[Step], bytes]:
+    """How a token, as it is written in the vocabulary, becomes its bytes; and the space that the
+    tokenizer puts at the beginning of a whole text, if it does. Raises UserError for a decoder
+    whose tokens have no bytes of their own.
     """
-    told = decoder or {}
-    kind = told.get("type")
-    if kind == "Sequence":
-        return [kind for part in told["decoders"] for kind in _decoders(part)]
-    # "stop": of a text's end it would take spaces, too
-    if kind not in DECODERS or told.get("stop"):
-        raise UserError(
-            f"the tokenizer's decoder {kind!r} is not supported, or not as it is set (byte-level and"
-            f" sentencepiece-style tokenizers are: {', '.join(DECODERS)})"
-        )
-    return [kind]
+    steps = []
+    own_space = b""
+    for part in _flat(decoder):
+        match part:
+            case {"type": "ByteLevel"}:
+                steps.append(_byte_level)
+            case {"type": "ByteFallback"}:
+                steps.append(_byte_fallback)
+            case {"type": "Metaspace", "replacement": space}:
+                steps.append(operator.methodcaller("replace", space, " "))
+                if part.get("prepend_scheme", "always") != "never":
+                    own_space = b" "
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                steps.append(operator.methodcaller("replace", old, new))
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                own_space = b" "
+            case {"type": "Fuse"}:
+                pass
+            case _:
+                raise UserError(
+                    f"the tokenizer's decoder {part.get('type')!r} is not supported, or not as it is set (byte-level"
+                    " and sentencepiece-style tokenizers are: ByteLevel, Metaspace, Replace, ByteFallback, Fuse, Strip)"
+                )
+    return steps, own_space
+
+
+def _piece_bytes(piece: str, steps: Sequence[Step]) -> bytes:
+    for step in steps:
+        piece = step(piece)
+        if isinstance(piece, bytes):
+            return piece
+    return piece.encode()
+
+
+def _flat(decoder: dict | None) -> list[dict]:
+    if decoder is None:
+        return [{"type": None}]
+    if decoder.get("type") == "Sequence":
+        return [part for below in decoder["decoders"] for part in _flat(below)]
+    return [decoder]
+
+
+def _byte_fallback(piece: str) -> str | bytes:
+    found = BYTE.fullmatch(piece)
+    return bytes.fromhex(found[1]) if found else piece
+
+
+def _byte_level(piece: str) -> str | bytes:
+    """Byte-level BPE writes each byte as a character; a piece with any other character stands for
+    itself.
+    """
+    try:
+        return bytes(BYTE_OF[character] for character in piece)
+    except KeyError:
+        return piece
 
 
 def _characters() -> dict[str, int]:
