@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -18,6 +19,8 @@ from ladder_jax.errors import UserError, unknown
 MAX_CHARACTERS = 1000
 """Of a message or a parameter's name: both may quote the client's text."""
 ERRORS = {401: "authentication_error", 429: "rate_limit_error"}
+UNKNOWN = "unknown_parameter"
+UNSUPPORTED = "unsupported_parameter"
 
 
 class Refusal(HTTPException, UserError):
@@ -102,9 +105,7 @@ Stop = Annotated[str, Field(max_length=STOP_CHARACTERS)]
 
 
 class Object(pydantic.BaseModel):
-    """Refuses parameters that are unknown, or that would be ignored: Refusal, which pydantic lets
-    pass.
-    """
+    """Refuses parameters that are unknown, or that would be ignored."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -116,12 +117,14 @@ class Object(pydantic.BaseModel):
             if name not in NEUTRAL:
                 # Of a long name the nearest match would take long to find.
                 message = str(unknown("parameter", name[:MAX_CHARACTERS], type(self).model_fields))
-                raise Refusal(400, message, param=name, code="unknown_parameter")
+                raise PydanticCustomError(UNKNOWN, "{message}", {"message": message, "name": name})
             allowed = (getattr(self, "n", None) or 1,) if name == "best_of" else NEUTRAL[name]
             if value not in allowed:
                 instead = "".join(f", or {one!r}" for one in allowed)
                 message = f"{name} is not supported here: leave it out{instead}"
-                raise Refusal(400, message, param=name, code="unsupported_parameter")
+                raise PydanticCustomError(
+                    UNSUPPORTED, "{message}", {"message": message, "name": name}
+                )
         return self
 
 
@@ -211,11 +214,18 @@ def parse[Kind: Object](kind: type[Kind], content: bytes) -> Kind:
 
 
 def _refusal(error: pydantic.ValidationError) -> Refusal:
-    first, *_ = error.errors(include_url=False, include_input=False)
+    errors = error.errors(include_url=False, include_input=False)
+    ours = [one for one in errors if one["type"] in (UNKNOWN, UNSUPPORTED)]
+    first = (ours or errors)[0]
     kind = first["type"]
     path = first["loc"]
+    about = first.get("ctx", {})
     if kind == "json_invalid":
-        return Refusal(400, f"the body is not JSON: {first['ctx']['error']}")
+        return Refusal(400, f"the body is not JSON: {about['error']}")
+    if ours:
+        where = _dotted((*path, ""))
+        message = about["message"] if kind == UNKNOWN else where + about["message"]
+        return Refusal(400, message, param=where + about["name"], code=kind)
     if not path:
         return Refusal(400, "the body must be a JSON object")
     for depth, part in enumerate(path):
