@@ -263,6 +263,11 @@ def test_numbers():
     ]
 
 
+def test_a_value_that_stands_twice_counts_once():
+    asked = requests.make(model="tiny", residual="ladder,ladder", batch="1,2,1", interleave="2,2")
+    assert (asked.batches, asked.variants) == ((1, 2), (Variant("ladder", 2),))
+
+
 MISTAKES = {
     "--model tinny": "unknown preset 'tinny'; did you mean 'tiny'? (allowed: tiny,",
     "--residual standard,lader": "unknown residual 'lader'; did you mean 'ladder'? (allowed: standard,",
@@ -275,14 +280,14 @@ MISTAKES = {
     "--batch 1,four": "--batch must be positive numbers, as in 1,4,16, not 'four'",
     "--prompt-length 0": "--prompt-length must be positive, not 0",
     "--new-tokens 1": "--new-tokens must be at least 2, not 1",
-    "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3 (allowed: 1, 2, 4, 8)",
-    "--tensor 16": "model.num_heads=8 is not divisible by mesh.tensor=16 (allowed: 1, 2, 4, 8)",
+    "--tensor 3": "--tensor 3 does not split this model over this machine, of 8 devices (allowed: 1, 2, 4, 8)",
+    "--tensor 16": "--tensor 16 does not split this model over this machine, of 8 devices (allowed: 1, 2, 4, 8)",
     "--share 3": "model.num_heads=8 is not divisible by mesh.tensor=3",
     "--share 0": "--share must be positive, not 0",
     "--model tiny-moe --residual ladder --share 2": "--share is for dense models",
     "--share 8 --tensor 2": "--share runs one rank on one device: leave --tensor 2 out",
-    "--model llama-3-8b --tensor 16": "--tensor 16 is more than the 8 devices of this machine",
-    "--model smollm2-135m": "model.num_heads=9 is not divisible by mesh.tensor=8 (allowed: 1, 3)",
+    "--model llama-3-8b --tensor 16": "--tensor 16 does not split this model",
+    "--model smollm2-135m": "--tensor 8 does not split this model over this machine, of 8 devices (allowed: 1, 3)",
     "--warmup 0": "--warmup must be positive, not 0",
     "--repeats -1": "--repeats must be positive, not -1",
     "--layers 0": "--layers must be positive, not 0",

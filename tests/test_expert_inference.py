@@ -71,7 +71,7 @@ def test_eight_bits(loop):
 
 
 def test_the_engine_answers_each_request_as_if_it_were_alone():
-    definition = experts.define("farskip", tensor=4, num_layers=1)
+    definition = experts.define("farskip", tensor=4, num_layers=2)
     prompts = [[1, 2, 3], [200], [*range(8)], [7] * 4]
     params = cases.placed(definition)
     engines.check_as_alone(

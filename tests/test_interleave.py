@@ -91,7 +91,7 @@ def test_packed_documents(rows):
     """A position of the later half attends to those of its own document in the first one, and to no
     other.
     """
-    definition = cases.define("ladder", tensor=4, num_layers=1)
+    definition = cases.define("ladder", tensor=4, num_layers=2)
     segments = np.repeat(np.array([[1, 1, 1, 2, 2, 2, 2, 2, 2, 3]]), rows, 0)
     batch = Batch(tokens=cases.tokens((rows, 10)), segments=segments, loss_mask=None)
     params = cases.placed(definition)
@@ -107,8 +107,8 @@ def test_experts_whose_sums_are_reduced(name):
     """Their statistics are sums over both halves, so the routers' losses are those of the whole
     batch.
     """
-    definition = experts.define(name, "shared", tensor=4, num_layers=1)
-    expected = experts.dense_gradients(name, "shared", num_layers=1)
+    definition = experts.define(name, "shared", tensor=4, num_layers=2)
+    expected = experts.dense_gradients(name, "shared", num_layers=2)
     experts.check_gradients(definition, expected, interleave=2)
 
 
@@ -232,7 +232,7 @@ EXCHANGED = covering.marked(
 def test_experts_that_exchange_rows(name, kind, loop, remat):
     """Every half's rows are sent by themselves."""
     mesh = dict(data=2 if name == "ladder" else 1, tensor=2 if loop is Loop.SCAN else 4)
-    layers = dict(num_layers=2 if loop is Loop.SCAN else 1)
+    layers = dict(num_layers=2)
     expected = experts.dense_gradients(name, kind, **layers)
     definition = experts.exchanging(name, kind, **layers, **mesh)
     text = experts.check_gradients(
@@ -240,4 +240,4 @@ def test_experts_that_exchange_rows(name, kind, loop, remat):
     )
     if loop is Loop.UNROLLED and remat is Remat.NONE:
         sent = text.count(" all-to-all(")
-        assert sent == 2 * 2 * 2  # to the experts and back, halves, directions
+        assert sent == 2 * 2 * 2 * 2  # layers, to the experts and back, halves, directions

@@ -159,13 +159,13 @@ MISTAKES = {
     "--phase prefill": "--context 32 has no room for --prompt-length 1024",
     "--remat full": "--remat full is for train: decode has no backward pass",
     "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3",
-    "--tensor 16": "--tensor 16 x --fsdp 1 is more than the 8 devices of cpu:8",
+    "--tensor 16": "--tensor 16 is more than the 8 devices of cpu:8",
     "--tensor 4 --fsdp 4 --phase train": "--tensor 4 x --fsdp 4 is more than the 8 devices of cpu:8",
     "--fsdp 0": "--fsdp must be positive, not 0",
     "--fsdp 2": "--fsdp is for train (serving keeps every layer's weights), not for decode",
     "--fsdp 3 --phase train": "model.d_model=128 is not divisible by mesh.fsdp=3",
     "--sequence-parallel": "--sequence-parallel is for train and prefill: a decode step has one position a row",
-    "--sequence-parallel --phase train --prompt-length 12": "splits train.sequence=12 positions over mesh.tensor=8",
+    "--sequence-parallel --phase train --prompt-length 12": "splits --prompt-length 12 over --tensor 8",
     "--phase prefill --residual desync-4 --sequence-parallel": "sublayer's output, which desync-4 does not",
     "--collective-matmul ring": "collective_matmul=ring needs sequence_parallel: without it no gather",
     "--collective-matmul rings": "unknown --collective-matmul 'rings'; did you mean 'ring'?",
@@ -178,6 +178,7 @@ MISTAKES = {
     "--plot nowhere/picture.png": "--plot nowhere/picture.png: there is no folder nowhere",
     "--trace trace.txt": "--trace trace.txt: the file must end in .json",
     "--plot a.png": "cpu hides nothing, so there is no timeline",
+    "--phase prefill --interleave 3": "interleave must be 1 (the whole batch) or 2 (two halves",
     "--target h100:8 --layers 4 --ladder-layers 2 --plot a.png": "leave --ladder-layers 2 out",
 }
 

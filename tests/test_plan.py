@@ -1,5 +1,6 @@
 """`ladder-jax plan`: what it proposes can be run, its estimates are near the compilers' figures."""
 
+import dataclasses
 import json
 import math
 import re
@@ -126,7 +127,8 @@ def test_halves_are_a_candidate_where_they_have_something_to_hide():
     assert halved
     assert all(one.mesh.tensor > 1 and one.rows % 2 == 0 for one in halved)
     asked = candidates(**standard, interleave=Interleave.HALVES)
-    assert set(map(str, asked)) == set(map(str, halved))
+    shapes = lambda found: {dataclasses.replace(one, request=None) for one in found}
+    assert shapes(asked) == shapes(halved)
     assert {one.interleave for one in candidates(**LARGE, residual="no-communication")} == {1}
     assert {one.interleave for one in exchanging()} == {1, 2}
     # shared: with attention

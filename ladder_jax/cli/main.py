@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         line = ": ".join(filter(None, (error.filename, error.strerror)))
-        if line == os.strerror(errno.ENOENT):  # without a name: of os.getcwd
+        if not error.filename and _is_folder_gone():
             return _ended("the current folder was removed: change to another", status=2)
         if error.errno in PATH:
             return _ended(line, status=2)
@@ -73,6 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         give_up(sys.stdout)
         return _ended(line, status=1)
     return 0
+
+
+def _is_folder_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _ended(line: str, *, status: int) -> int:

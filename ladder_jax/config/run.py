@@ -20,6 +20,7 @@ from ladder_jax.config.fields import (
     Seed,
     Share,
     check,
+    passes,
 )
 from ladder_jax.config.model import (
     CollectiveMatmul,
@@ -95,11 +96,16 @@ def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
 
 
 def check_tensor(model: ModelConfig, *, tensor: int, devices: int, where: str) -> None:
-    """Of the command line's `--tensor`: raises UserError if the model cannot be split over so many,
-    or there are fewer.
+    """Of the command line's `--tensor`: raises UserError if the model cannot be split over so many
+    of the devices of `where`.
     """
-    check_fits_mesh(model, MeshConfig(tensor=tensor))
-    check(tensor <= devices, f"--tensor {tensor} is more than the {devices} devices of {where}")
+    fits = lambda n: passes(check_fits_mesh, model, MeshConfig(tensor=n))
+    allowed = list(filter(fits, range(1, devices + 1)))
+    check(
+        tensor in allowed,
+        f"--tensor {tensor} does not split this model over {where}, of {devices} devices"
+        f" (allowed: {', '.join(map(str, allowed))})",
+    )
 
 
 class Format(enum.Enum):

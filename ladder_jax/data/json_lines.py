@@ -72,7 +72,6 @@ def place(file: str | pathlib.Path, number: int, begin: int) -> str:
     """
     if begin:
         with open(file, "rb") as source:
-            while source.tell() < begin:
-                source.readline()
+            while source.tell() < begin and source.readline():
                 number += 1
     return f"{file}:{number}"

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from ladder_jax.config import (
+    Execution,
     PRESETS,
     CollectiveMatmul,
     ExpertParallelism,
@@ -163,9 +164,10 @@ def check_request(request: Request) -> None:
     fsdp = request.fsdp
     target = request.target
     phase = request.phase
+    product = f"--tensor {tensor}" + (f" x --fsdp {fsdp}" if fsdp > 1 else "")
     check(
         tensor * fsdp <= target.count,
-        f"--tensor {tensor} x --fsdp {fsdp} is more than the {target.count} devices of {target.name}",
+        f"{product} is more than the {target.count} devices of {target.name}",
     )
     check(
         fsdp == 1 or request.trains,
@@ -175,10 +177,16 @@ def check_request(request: Request) -> None:
         phase is not Phase.DECODE or request.interleave == 1,
         "--interleave 2 is for train and prefill: a decode step has too few rows to halve",
     )
-    check(
-        phase is not Phase.DECODE or not request.sequence_parallel,
-        "--sequence-parallel is for train and prefill: a decode step has one position a row",
-    )
+    if request.sequence_parallel:
+        check(
+            phase is not Phase.DECODE,
+            "--sequence-parallel is for train and prefill: a decode step has one position a row",
+        )
+        check(
+            request.prompt_length % tensor == 0,
+            f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}",
+        )
+    Execution(interleave=request.interleave)  # its own check
     if request.trains:
         check(
             request.launch is not Launch.EXPLICIT,

@@ -33,17 +33,20 @@ class Agreement:
 
     `what`, in the methods, completes "process 1 of 2 has not answered within 60 s: ...". Values are
     JSON.
-    For one thread: each thread that needs agreement opens its own. It uses no device.
+    For one thread: each thread that needs agreement opens its own. place: this process and their
+    number, where no device may be used yet.
     """
 
-    def __init__(self, name: str, *, timeout: float = TIMEOUT):
+    def __init__(
+        self, name: str, *, timeout: float = TIMEOUT, place: tuple[int, int] | None = None
+    ):
         from jax._src import distributed  # which has no public name for its client
 
-        state = distributed.global_state
         self.timeout = timeout
-        self._client = state.client  # None in a single process
-        self._process = state.process_id
-        self._count = state.num_processes
+        self._client = distributed.global_state.client  # None in a single process
+        if place is None:
+            place = (jax.process_index(), jax.process_count())
+        self._process, self._count = place
         self._name = f"ladder_jax/{name}/{next(_opened)}"
         self._rounds = itertools.count()
 

@@ -56,7 +56,7 @@ def joined(
     given = traverse_util.flatten_dict(settings, sep=".") | {"--processes": processes}
     given |= {name: getattr(jax.config, name.lower()) for name in NUMERIC}
     mine = {"host": socket.gethostname(), "settings": given}
-    agreement = Agreement("settings", timeout=timeouts.start)
+    agreement = Agreement("settings", timeout=timeouts.start, place=(process, processes))
     hosts = _hosts(agreement.gather("its settings", mine))
     watchdog = Watchdog(state.client, process=process, hosts=hosts, timeouts=timeouts)
     with watchdog.watching():

@@ -77,7 +77,9 @@ def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1) -> Report:
     report = audit(fn_or_compiled, *args)
     counted = report.all_reduces and not report.unknown
     if not counted or report.merged or report.exposed > exposed:
-        raise AssertionError(f"{exposed} exposed reductions are allowed, but here {report!r}")
+        raise AssertionError(
+            f"{report!r}\nallowed: {exposed} exposed, none merged or of unknown form"
+        )
     return report
 
 

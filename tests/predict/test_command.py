@@ -64,8 +64,10 @@ MISTAKES = {
         "--hardware h200-nvlnk": "unknown hardware (not a .yaml file either) 'h200-nvlnk'; did you mean 'h200-nvlink'?",
         "": "the following arguments are required: --hardware",
         "--hardware nowhere.yaml": "cannot read hardware 'nowhere.yaml': No such file",
-        "--hardware v5e --tensor 5": "model.num_heads=64 is not divisible by mesh.tensor=5 (allowed: 1,",
-        "--hardware h100-nvlink --tensor 16": "--tensor 16 is more than the 8 devices of h100-nvlink",
+        "--hardware v5e --tensor 5": (
+            "--tensor 5 does not split this model over v5e, of 16 devices (allowed: 1, 2, 4, 8, 16)"
+        ),
+        "--hardware h100-nvlink --tensor 16": "--tensor 16 does not split this model over h100-nvlink, of 8 devices",
         "--model llama-3-7b --hardware v5e": "did you mean 'llama-3-70b'",
         "--hardware v5e --batch 0": "--batch must be positive, not 0",
         "--hardware v5e --new-tokens 1": "--new-tokens must be at least 2",

@@ -147,7 +147,7 @@ def test_other_commands_read_the_shape_alone(files, tmp_path, prints, mistake):
         assert plans.make(**where, tokens=64, sequence=32).config.num_layers == 2
     assert pretrained.model_config(shape) == pretrained.open(files / "qwen2").model
     three = ["predict", "--model", files / "qwen2", "--hardware", "v5e", "--tensor", "3"]
-    assert "is not divisible by mesh.tensor=3" in mistake(*three)
+    assert "--tensor 3 does not split this model over v5e" in mistake(*three)
 
 
 def test_training_starts_from_any_model(files, tmp_path, prints):
