@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from ladder_jax.config import (
-    Execution,
     PRESETS,
     CollectiveMatmul,
+    Execution,
     ExpertParallelism,
     Launch,
     Loop,
