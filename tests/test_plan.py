@@ -474,4 +474,4 @@ def test_the_recipe_fits_its_target():
     best = found.plans[0]
     assert not found.refused
     assert best.candidate.mesh == MeshConfig(1, 16, 4)
-    assert best.confirmed.device <= best.limit
+    assert best.confirmed.device <= best.candidate.request.target.memory
