@@ -1,6 +1,7 @@
 """The engine: every request's tokens are those of the request alone, whatever else runs."""
 
 import codecs
+import contextlib
 import dataclasses
 import functools
 from concurrent import futures
@@ -103,7 +104,10 @@ def test_random_traffic():
     rng = np.random.default_rng(1)
     handles = []
     cancelled = set()
-    with compilations.counted() as compiled, jax.set_mesh(parallel.make_mesh()):
+    # jax 0.11 tells no mesh from one that was set and reset
+    is_set = jax.__version_info__ >= (0, 12)
+    around = jax.set_mesh(parallel.make_mesh()) if is_set else contextlib.nullcontext()
+    with compilations.counted() as compiled, around:
         ours.warm_up()
     assert compiled
     waiting = list(requests(24))
