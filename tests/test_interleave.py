@@ -140,8 +140,8 @@ def test_prefill(name, loop, rows):
     ("standard", dict(tensor=4, qk_norm="all-heads"), 4),
 ])  # fmt: skip
 def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch):
-    """Of two layers: every half's every sum but the last is started before the other half's sublayer; only MLPs
-    stand beside one where attention's query and key norms reduce over all heads.
+    """Of two layers: every half's every sum but the last is started before the other half's
+    sublayer; only MLPs stand beside one where attention's query and key norms reduce over all heads.
     """
     started = communication.start_on_a_cpu(monkeypatch)
     definition = cases.define(name, num_layers=2, **changes)

@@ -20,7 +20,7 @@ def run(options: dict) -> None:
         equal = _equal(settings, args)
         joined = processes.joined(spec, settings=equal, timeouts=timeouts, say=terminal.say)
     with joined as heartbeat:
-        import jax
+        import jax  # here, as a wrong setting is told sooner without
 
         from ladder_jax.train import parse_profile, run as train
 

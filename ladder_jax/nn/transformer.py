@@ -348,7 +348,9 @@ class Transformer(Module):
             nnx.update(self, params)
 
             def place(array, like):
-                """The host's arrays, and what the code of a caller's mesh has by its types."""
+                """`array` on the model's devices. jax's own are moved only to a caller's mesh, whose
+                code goes by their types.
+                """
                 is_placed = mesh.is_own and isinstance(array, Array)
                 is_abstract = isinstance(array, jax.ShapeDtypeStruct)
                 return array if is_placed or is_abstract else jax.device_put(array, like.sharding)

@@ -231,10 +231,9 @@ def _exchanged(part: Task, whole: Block, steps: Sequence[Step]) -> list[Exchange
     gather = sends * (1 + part.recompute.gathers) * part.half
     scatter = sends * part.half
     rows = sends * (1 + part.recompute.rows) * exchange
-    norm, into, out, *work = (
-        _part_work(part, *pair)
-        for pair in zip(*(_kernels_of_exchanged(model, one) for one in (part.block, whole)))
-    )
+    own = _kernels_of_exchanged(model, part.block)
+    of_whole = _kernels_of_exchanged(model, whole)
+    norm, into, out, *work = map(functools.partial(_part_work, part), own, of_whole)
     attention = Exchanged(norm, into, out, inputs=[gather], outputs=[scatter])
     experts = Exchanged(*work, inputs=[rows], outputs=[rows])
     if experts.shared.seconds:
@@ -276,7 +275,7 @@ def _exchange_slots(steps: Sequence[Step], sublayers: Sequence[Exchanged]) -> It
             yield Slot(transfers=gathered)
             yield Slot(shared, [newest])
             shared = Work()
-        ready = any(following.reads_added for following in steps[place + 1 : place + 2])
+        ready = place + 1 < len(steps) and steps[place + 1].reads_added
         following = sublayers[place + 1] if ready else NONE
         yield from _sublayer(own, shared, before=before, following=following)
         before = own
