@@ -124,6 +124,7 @@ def test_who_may_read_it(tmp_path, umask):
 @pytest.mark.parametrize("why", ["no home", "no such user", "a file", "read-only"])
 def test_no_cache(why, tmp_path, monkeypatch):
     """What would be kept is made again each time: nothing else is different."""
+    monkeypatch.setattr("matplotlib.use", mock.Mock(side_effect=OSError("set MPLCONFIGDIR")))
     for name in ("LADDER_JAX_CACHE", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "file").touch()
@@ -149,7 +150,6 @@ def test_no_cache(why, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=OSError(2, "No usable folder")))
     with pytest.raises(RunFailed, match="^No usable folder: set TMPDIR"), files.cache("x"):
         pass
-    monkeypatch.setattr("matplotlib.use", mock.Mock(side_effect=OSError("set MPLCONFIGDIR")))
     with refused("--plot a.png: a picture needs matplotlib: set MPLCONFIGDIR"):
         files.pyplot("--plot a.png")
 
