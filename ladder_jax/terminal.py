@@ -128,13 +128,29 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+class Notices:
+    """Standard error, whether or not anybody reads that still: a pipe's reader or a terminal may be
+    gone before a long run ends, and a log's disk be full.
+    """
+
+    def __init__(self):
+        self._stream = sys.stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            give_up(self._stream)
+
+
 def say(line: str) -> None:
-    """Print it on standard error, whether or not anybody reads that still."""
+    """Print it on standard error."""
     clean = line.replace("\n", "").isprintable()
-    try:
-        print(line if clean else printable(line), file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        give_up(sys.stderr)
+    Notices().write(f"{line if clean else printable(line)}\n")
 
 
 def generated(text: str) -> str:
@@ -162,7 +178,7 @@ def progress(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(file=Notices(), highlight=False)
     label_of = lambda done: label.format(done=done, total=total)
     if not console.is_terminal:
         yield _progress_lines(total, done, label_of, say)

@@ -63,13 +63,14 @@ def test_lines_are_wrapped_on_a_terminal_alone(monkeypatch, capsys):
     assert capsys.readouterr().out == long + "\n"
 
 
-def test_a_notice_that_nobody_reads_ends_nothing(monkeypatch):
-    """A run of days writes to a pipe, whose reader may end before it."""
-    reader, writer = os.pipe()
-    os.close(reader)
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty])
+def test_a_notice_that_nobody_reads_ends_nothing(opened, monkeypatch):
+    """A run of days writes to a pipe, or to a terminal, which may be gone before it ends."""
+    reader, writer = opened()
     with open(writer, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         with terminal.progress(2) as update:
+            os.close(reader)
             update(1, "")
             update(2, "")
         terminal.say("done")
