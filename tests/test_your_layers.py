@@ -3,6 +3,7 @@ cannot take.
 """
 
 import functools
+import pickle
 import types
 from typing import Any, NamedTuple
 from unittest import mock
@@ -361,6 +362,13 @@ def test_what_sublayers_change_is_changed_in_the_stack(settings):
     first = stack.layers.attention.newest[...]
     assert first[0] == X[-1 if halves == 2 else 0, 0, 0]
     assert len(set(first.tolist())) == 3
+
+
+def test_a_stack_is_pickled():
+    stack = residual.Stack(Counts, topology=THREE, rngs=nnx.Rngs(0), axes=())
+    again = pickle.loads(pickle.dumps(stack))
+    assert nnx.split(again)[0] == nnx.split(stack)[0]
+    assert cases.error(call(again, X), call(stack, X)) == 0
 
 
 def test_a_stack_that_changes_nothing_may_be_closed_over():

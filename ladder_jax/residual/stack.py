@@ -128,6 +128,11 @@ def _run(
     return wire.flush(state), of_layers
 
 
+def _attention_and_mlp(layer):
+    """A function with a name, which pickle can store."""
+    return layer.attention, layer.mlp
+
+
 class Stack(nnx.Module):
     """Layers of your own as one module: `Stack(Block, topology=topology, rngs=nnx.Rngs(0))(x)`.
 
@@ -148,7 +153,7 @@ class Stack(nnx.Module):
         *,
         topology: Topology,
         rngs: nnx.Rngs,
-        sublayers: Callable[[Any], Sequence[Sublayer]] = lambda layer: (layer.attention, layer.mlp),
+        sublayers: Callable[[Any], Sequence[Sublayer]] = _attention_and_mlp,
         axes: Axes = ("tensor",),
         loop: Loop | str = Loop.SCAN,
         remat: Remat | str = Remat.NONE,
