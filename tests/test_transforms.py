@@ -77,6 +77,7 @@ def of_params(graph):
 VALUES = {
     "jit of closed-over tokens": lambda model: jax.jit(lambda: model(TOKENS))(),
     "nnx.jit": lambda model: nnx.jit(lambda model, tokens: model(tokens))(model, TOKENS),
+    "capture": lambda model: nnx.capture(model, nnx.Intermediate)(TOKENS)[0],
     "vmap": lambda model: jax.vmap(model)(jnp.stack([TOKENS, TOKENS]))[1],
     "scan": lambda model: jax.lax.scan(
         lambda _, tokens: (None, model(tokens)), None, jnp.stack([TOKENS] * 2)

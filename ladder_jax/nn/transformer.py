@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 from jax import Array
 from jax.sharding import Mesh
 
@@ -376,8 +376,12 @@ class Transformer(Module):
 
     @property
     def params(self) -> Params:
-        """The plain nested dict of arrays that compiled functions take."""
-        return nnx.to_pure_dict(nnx.state(self))
+        """The plain nested dict of arrays that compiled functions take: of what else stands beside
+        them, Params alone, not `nnx.capture`'s variables.
+        """
+        declared = traverse_util.flatten_dict(self.definition.dims)
+        wanted = nnx.Any(nnx.Param, lambda path, _: path in declared)
+        return nnx.to_pure_dict(nnx.state(self, wanted))
 
     def __repr__(self):
         return f"{self.config}\n{self.mesh}\n{super().__repr__()}"
