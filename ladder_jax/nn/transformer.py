@@ -376,8 +376,8 @@ class Transformer(Module):
 
     @property
     def params(self) -> Params:
-        """The plain nested dict of arrays that compiled functions take: of what else stands beside
-        them, Params alone, not `nnx.capture`'s variables.
+        """The plain nested dict of arrays that compiled functions take. Without variables of other
+        kinds that a user, or `nnx.capture`, has put beside them.
         """
         declared = traverse_util.flatten_dict(self.definition.dims)
         wanted = nnx.Any(nnx.Param, lambda path, _: path in declared)
