@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -225,6 +226,22 @@ def test_a_worker_that_is_killed(book, tmp_path, monkeypatch):
     os.truncate(next(out.glob("*.tokens")), 0)  # and the power failed
     make([book[0]], out)
     assert texts_in(out) == TEXTS
+
+
+def test_an_interrupt_awaits_no_shard(monkeypatch):
+    """One may take an hour."""
+
+    def interrupted(begun):
+        while not begun[0].running():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(building, "_shard", select.select)  # which sleeps
+    monkeypatch.setattr(futures, "as_completed", interrupted)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        building._shards([([],)], [], [], 60, workers=1)
+    assert time.monotonic() - began < 30
 
 
 def times(out):

@@ -208,10 +208,12 @@ def _shards(
     with shown as update, contextlib.ExitStack() as stack:
         try:
             with python.starting():
+                theirs, ours = context.Pipe(duplex=False)
                 pool = concurrent.futures.ProcessPoolExecutor(
-                    workers, mp_context=context, initializer=_begin_worker
+                    workers, mp_context=context, initializer=_begin_worker, initargs=(theirs,)
                 )
                 stack.callback(pool.shutdown, cancel_futures=True)
+                stack.callback(ours.close)  # which ends workers, as a shard may take an hour
                 futures = [pool.submit(_shard, *one, out, settings, source) for one in numbered]
             for done, made in enumerate(concurrent.futures.as_completed(futures), start=1):
                 made.result()
@@ -311,13 +313,12 @@ def encode(text: str, tokenizer: tokenizers.Tokenizer) -> np.ndarray:
 _tokenizer = functools.cache(tokenizers.load)
 
 
-def _begin_worker() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
+def _begin_worker(parent: multiprocessing.connection.Connection) -> None:
+    """Ends the worker where its parent closes the other end, or is killed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    parent = multiprocessing.parent_process()
 
     def watch():
-        multiprocessing.connection.wait([parent.sentinel])
+        multiprocessing.connection.wait([parent])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
