@@ -30,6 +30,12 @@ def model(mesh=None):
     return nn.Transformer(BIG, mesh=mesh, params=definition.abstract)
 
 
+def with_a_list(tmp_path):
+    made = model()
+    made.seen = nnx.List([nnx.BatchStat(jnp.zeros(3))])
+    return made
+
+
 def source(tmp_path):
     arrays = {
         pretrained.Key("layers/attention/query", layer): pretrained.Stored(
@@ -100,6 +106,7 @@ OBJECTS = {
         parallel.make_mesh(data=2, tensor=2)
     ),
     "attention.query_bias: Parameter(LNH, float32[8, 8, 16])": lambda _: model().layers,
+    "seen.0: BatchStat(": with_a_list,
     "Parameter(VD, float32[256, 128])": lambda _: model().head.table,
     "ModelDef(config=ModelConfig(num_layers=8, ": lambda _: model().definition,
     "compiled_logits.<locals>.stripped, no options": lambda _: nn.compiled_logits(

@@ -161,7 +161,9 @@ class Module(nnx.Module):
     def __repr__(self) -> str:
         params = nnx.state(self)
         count = sum(array.size for array in jax.tree.leaves(params))
-        lines = [f"{'.'.join(path)}: {param!r}" for path, param in nnx.to_flat_state(params)]
+        lines = [
+            f"{'.'.join(map(str, path))}: {param!r}" for path, param in nnx.to_flat_state(params)
+        ]
         return "\n  ".join([f"{type(self).__name__} of {count:,} parameters", *lines])
 
 
