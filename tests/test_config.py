@@ -47,6 +47,8 @@ def test_overrides_and_files(tmp_path):
         128,
     )
     assert loaded.model.rope_scaling == config.RopeScaling(factor=4.0)
+    kept = config.load("llama-3.2-1b", overrides=["model.rope_scaling.original_context=16"])
+    assert kept.model.rope_scaling == config.RopeScaling(factor=32.0, original_context=16)
     assert loaded.train.learning_rate == 3e-4
     assert loaded.run.name == "x"
     as_json = tmp_path / "mine.json"

@@ -260,11 +260,14 @@ def preset_fields(name: str) -> dict:
 
 
 def changed(base: dict, changes: dict) -> dict:
-    """`base` with other values; of the section `moe` below it, the fields that `changes` leaves out
-    stay.
+    """`base` with other values; of a section below it, such as `moe`, the fields that `changes`
+    leaves out stay.
     """
-    moe = (base.get("moe"), changes.get("moe"))
-    both = {"moe": moe[0] | moe[1]} if all(isinstance(fields, dict) for fields in moe) else {}
+    both = {
+        name: base[name] | fields
+        for name, fields in changes.items()
+        if isinstance(fields, dict) and isinstance(base.get(name), dict)
+    }
     return {**base, **changes, **both}
 
 
