@@ -268,21 +268,34 @@ def with_rubbish(tokens, lengths):
     return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 99)
 
 
-def check_prefill_and_decode(programs, stored, lengths, full, *, new, limit):
-    """Prompts of these lengths of `tokens`, and `new` decode steps after them, token by token: the
-    logits are those of the `full` pass [B, T, V].
+def prefill_and_decode(programs, lengths, shape_BT, *, new):
+    """A function of weights to trace: the logits after prompts of these lengths of `tokens`, and
+    after each of `new` more.
     """
     prefill, step = programs
-    drawn = tokens(full.shape[:2])
-    rows = np.arange(len(drawn))
-    logits, caches = prefill(stored, with_rubbish(drawn, lengths), lengths)
-    for more in range(new + 1):
+    drawn = tokens(shape_BT)
+    after = lengths + np.arange(new)[:, None]
+
+    def logits(stored):
+        first, caches = prefill(stored, with_rubbish(drawn, lengths), lengths)
+        one = lambda caches, inputs: step(stored, caches, *inputs)[::-1]
+        return first, jax.lax.scan(one, caches, (drawn[np.arange(len(drawn)), after], after))[1]
+
+    return logits
+
+
+def check_logits(found, lengths, full, *, limit):
+    """`prefill_and_decode`'s are those of the `full` pass [B, T, V]."""
+    for more, logits in enumerate([found[0], *found[1]]):
         real, padding = np.split(np.asarray(logits), [full.shape[2]], axis=1)
-        assert error(real, full[rows, lengths + more - 1]) < limit
+        assert error(real, full[np.arange(len(full)), lengths + more - 1]) < limit
         assert np.isneginf(padding).all()
-        if more < new:
-            length = lengths + more
-            logits, caches = step(stored, caches, drawn[rows, length], length)
+
+
+def check_prefill_and_decode(programs, stored, lengths, full, *, new, limit):
+    """`check_logits`, of one program."""
+    logits = prefill_and_decode(programs, lengths, full.shape[:2], new=new)
+    check_logits(jax.jit(logits)(stored), lengths, full, limit=limit)
 
 
 def on_mesh(name, data, tensor):

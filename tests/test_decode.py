@@ -16,6 +16,7 @@ from ladder_jax.config import DecodeConfig, Launch, Loop
 from ladder_jax.decode import steps, weights
 from tests import cases, communication, covering, engines, one_step
 from tests.refusals import refused
+from tests.together import together
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 SHARDED = (2, 4), (1, 8)  # data x tensor
@@ -30,18 +31,27 @@ CASES = covering.marked(
 )
 
 
-@pytest.mark.parametrize("name, mesh, loop", CASES)
-def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
+def on_mesh(name, mesh, loop):
     if mesh == (1, 1) and loop is Loop.SCAN and name not in cases.DEPEND_ON_RANKS:
         mesh = (4, 2)  # one device with a scan is kept for the emulated ranks
-    definition, full = cases.on_mesh(name, *mesh)
-    check(definition, cases.programs(definition, loop=loop), full=full, loop=loop)
+    return cases.on_mesh(name, *mesh)
 
 
-def check(definition, programs, *, full, loop):
-    stored = weights.prepare(definition, cases.placed(definition), loop=loop)
-    limit = 2 * cases.bound(definition.config)
-    cases.check_prefill_and_decode(programs, stored, LENGTHS, full, new=3, limit=limit)
+def make_logits(name, mesh, loop):
+    definition, full = on_mesh(name, mesh, loop)
+    programs = cases.programs(definition, loop=loop)
+    logits = cases.prefill_and_decode(programs, LENGTHS, full.shape[:2], new=3)
+    return logits, (weights.prepare(definition, cases.placed(definition), loop=loop),)
+
+
+found_logits = together(make_logits, CASES)
+
+
+@pytest.mark.parametrize("name, mesh, loop", CASES)
+def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
+    definition, full = on_mesh(name, mesh, loop)
+    found, _ = found_logits(name, mesh, loop)
+    cases.check_logits(found, LENGTHS, full, limit=2 * cases.bound(definition.config))
 
 
 def test_a_layer_hands_over_its_matrices_alone():
@@ -122,7 +132,9 @@ def test_all_reduces_in_halves_compute_the_same(name, loop, monkeypatch):
         return outputs
 
     step = one_step.decode.__wrapped__(definition, loop=loop)
-    check(definition, (counted, step), full=cases.dense_logits(name, 8), loop=loop)
+    stored = weights.prepare(definition, cases.placed(definition), loop=loop)
+    full, limit = cases.dense_logits(name, 8), 2 * cases.bound(definition.config)
+    cases.check_prefill_and_decode((counted, step), stored, LENGTHS, full, new=3, limit=limit)
     assert 0 < len(of_prefill) < len(started)
     if loop is Loop.UNROLLED:
         assert len(of_prefill) == HALVED[name]
