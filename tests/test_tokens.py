@@ -228,6 +228,14 @@ def test_a_worker_that_is_killed(book, tmp_path, monkeypatch):
     assert texts_in(out) == TEXTS
 
 
+def test_no_room_for_semaphores(book, tmp_path, monkeypatch):
+    """In a container whose shared memory is full."""
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(futures, "ProcessPoolExecutor", full)
+    with refused("cannot make semaphores in '/dev/shm': No space left on device"):
+        make([book[0]], tmp_path / "out", workers=1)
+
+
 def test_an_interrupt_awaits_no_shard(monkeypatch):
     """One may take an hour."""
 

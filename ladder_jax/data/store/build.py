@@ -209,9 +209,10 @@ def _shards(
         try:
             with python.starting():
                 theirs, ours = context.Pipe(duplex=False)
-                pool = concurrent.futures.ProcessPoolExecutor(
-                    workers, mp_context=context, initializer=_begin_worker, initargs=(theirs,)
-                )
+                with files.explained("/dev/shm", "make semaphores in", kind=UserError):
+                    pool = concurrent.futures.ProcessPoolExecutor(
+                        workers, mp_context=context, initializer=_begin_worker, initargs=(theirs,)
+                    )
                 stack.callback(pool.shutdown, cancel_futures=True)
                 stack.callback(ours.close)  # which ends workers, as a shard may take an hour
                 futures = [pool.submit(_shard, *one, out, settings, source) for one in numbered]
